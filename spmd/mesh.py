@@ -35,6 +35,7 @@ __all__ = [
     "no_mesh",
     "outside_trace",
     "use_cpu_devices",
+    "whole_sharding",
 ]
 
 
@@ -471,7 +472,7 @@ def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
     return ((f"argument{jax.tree_util.keystr(path[1:])}", x) for path, x in leaves)
 
 
-def _whole(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:
+def whole_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:
     """Where reference mode has its arrays outside `jit`: on the first device of the mesh. Under `jax.set_mesh` they are
     on each device of that mesh, because JAX refuses to combine arrays on fewer devices with others there."""
     if outside_trace() and not (around := jax.sharding.get_mesh()).empty:
@@ -484,7 +485,7 @@ def lies_whole(x: Any, mesh: Mesh | AbstractMesh) -> bool:
     """Whether a value is where reference mode has its arrays, or cannot be brought there."""
     if not isinstance(x, jax.Array) or not outside_trace():
         return True
-    wanted = _whole(mesh)
+    wanted = whole_sharding(mesh)
     if isinstance(x, jax.core.Tracer):  # of a gradient that is taken outside `jit`
         return not isinstance(wanted, NamedSharding)
     typed = jax.typeof(x).sharding.mesh
@@ -502,7 +503,7 @@ def made_whole(x: Any, mesh: Mesh | AbstractMesh) -> Any:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         rule = "reference mode runs on one device, and this array spans processes."
         raise ModeError(rule, got=[f"{x.dtype.name}{list(x.shape)}"], advice='spmd.mode("auto")')
-    wanted = _whole(mesh)
+    wanted = whole_sharding(mesh)
     return x if wanted is None else jax.device_put(x, wanted)
 
 

@@ -6,7 +6,7 @@ import collections
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -113,14 +113,20 @@ def anywhere(*faults: str) -> list[str]:
     return [different.get(i, fault) for i, fault in named.items()]
 
 
-def in_all(step: Callable[[], T], *errors: type[Exception]) -> tuple[T | None, str]:
-    """What a step gives in this process, and in all processes what one of them could not do; all take part."""
+def in_all(step: Callable[[], T], fault: Callable[[str], Exception], *errors: type[Exception]) -> T:
+    """What a step gives in this process; all take part. What one of them could not do is a fault in all.
+
+    Communication: that of `anywhere`.
+    """
     found, told = None, ""
     try:
         found = step()
     except errors as error:
         told = jax_errors.first_line(error)
-    return found, anywhere(told)[0]
+    [told] = anywhere(told)
+    if told:
+        raise fault(told)
+    return cast(T, found)
 
 
 def _gather(payload: bytes) -> list[bytes]:

@@ -14,13 +14,14 @@ import os
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
+import types
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import jax
@@ -36,6 +37,7 @@ from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket
 from spmd.cluster._recorder import recorder
 from spmd.errors import PlacementError, SpmdError, is_int, nearest
+from spmd.mesh import check_alive
 
 # --- a lease of a folder: of several programs that would save into it, one does ---------------------------------------
 
@@ -248,8 +250,7 @@ class Checkpoints:
         self._writing: tuple[int, BaseException | None] | None = None  # the step that is being saved, or was not begun
         self._failure: SpmdError | None = None  # of the last save
         self._any, self._closed = False, False  # whether a save of this run succeeded
-        self._deleter, self._deleting = ThreadPoolExecutor(1, "retention"), Future[None]()
-        self._deleting.set_result(None)
+        self._deleter = ThreadPoolExecutor(1, "retention")
 
     def save(
         self, step: int, state: Any, *, data: Batches | None = None, metrics: Mapping[str, float] | None = None
@@ -287,7 +288,7 @@ class Checkpoints:
         about = {
             "step": step,
             "leaves": {path: _described(x) for path, x in leaves.items()},
-            "versions": _versions(),
+            "versions": {name: installed(name) for name in ("jax", "orbax-checkpoint", "spmd")},
             "processes": jax.process_count(),
             "data": None if data is None else data.state,
             "time": time.time(),
@@ -358,7 +359,7 @@ class Checkpoints:
         """
         if self._writing is not None:
             self._settle()
-        self._deleting.result()
+        self._deleter.submit(int).result()  # after what it still deletes
 
     def close(self) -> None:
         """Wait, then release Orbax's threads, and the folder for other programs. Once closed, it stays closed.
@@ -381,9 +382,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and jax.process_count() > 1:
             return  # the others do not wait for a process that has failed
         try:
@@ -414,10 +413,10 @@ class Checkpoints:
     def _known(self) -> set[int]:
         """The steps that are there, as any process sees them."""
         if self._steps is None:
-            here, told = in_all(lambda: self._orbax.utils.checkpoint_steps(self.path / "steps"), OSError)
-            if told:
-                raise PlacementError("the checkpoints cannot be listed.", got=[f"path: {self.path}", told])
-            self._steps = {int(step) for one in everyone(list(map(int, here or []))) for step in one}
+            rule = "the checkpoints cannot be listed."
+            fault = lambda told: PlacementError(rule, got=[f"path: {self.path}", told])
+            here = in_all(lambda: self._orbax.utils.checkpoint_steps(self.path / "steps"), fault, OSError)
+            self._steps = {int(step) for one in everyone(list(map(int, here))) for step in one}
         return self._steps
 
     def _settle(self, size: int = 0, step: int | None = None, unsound: str = "") -> str:
@@ -492,7 +491,7 @@ class Checkpoints:
         self._steps = self._known() - old
         self._damaged -= old
         if jax.process_index() == 0 and old:
-            self._deleting = self._deleter.submit(self._remove, [self._folder(step) for step in sorted(old)])
+            self._deleter.submit(self._remove, [self._folder(step) for step in sorted(old)])
 
     def _chosen(self, good: Sequence[int]) -> list[int]:
         """The steps that Orbax's policy preserves: process 0 asks it."""
@@ -505,7 +504,7 @@ class Checkpoints:
                 with contextlib.suppress(_Damaged):
                     about = self._about(step, 0)
                 when = datetime.datetime.fromtimestamp(about.get("time", 0), datetime.UTC)
-                infos.append(_Info(step, when, about.get("metrics")))
+                infos.append(types.SimpleNamespace(step=step, time=when, metrics=about.get("metrics")))
             stays = self._keep.should_preserve(infos, context=policies.PreservationContext())
             kept = [step for step, yes in zip(good, stays, strict=True) if yes]
         return [*everyone(kept)[0], good[-1]]
@@ -514,12 +513,9 @@ class Checkpoints:
         """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
         if not self._local or jax.process_count() == 1:
             return ""
-        probe = self.path / f"probe{jax.process_index()}"
         try:
-            try:
-                probe.write_bytes(bytes(_PROBE))
-            finally:
-                probe.unlink(missing_ok=True)
+            with tempfile.TemporaryFile(dir=self.path) as probe:
+                probe.write(bytes(_PROBE))
             return os.strerror(errno.ENOSPC) if shutil.disk_usage(self.path).free < size else ""
         except OSError as error:
             return f"{error}"
@@ -536,13 +532,17 @@ class Checkpoints:
         _say(self._failure)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
-        about, asked_for = self._together(lambda: self._about(step, 0)), named(wanted, "restore(init, ...)")
+        about, asked_for = in_all(lambda: self._about(step, 0), _Damaged, _Damaged), named(wanted, "restore(init, ...)")
         _check_same(about["leaves"], asked_for, cast)
         sums = self._sums(step, about["processes"], [path for path, x in asked_for.items() if x.size])
-        asked = {path: _stored(x, about["leaves"][path]["dtype"]) for path, x in asked_for.items()}
+        asked = {}
+        for path, x in asked_for.items():
+            dtype = about["leaves"][path]["dtype"]
+            dtype = x.dtype if x.dtype.name == dtype else jnp.dtype(dtype)  # that of random keys has no name
+            asked[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
         full = {path: x for path, x in asked.items() if x.size}
-        leaves = self._together(lambda: self._arrays(step, full)) if full else {}
-        wrong = [path for path, found in jax.device_get(_checksums(leaves)).items() if int(found) != sums[path]]
+        leaves = in_all(lambda: self._arrays(step, full), _Damaged, _Damaged) if full else {}
+        wrong = [path for path, found in jax.device_get(checksums(leaves)).items() if int(found) != sums[path]]
         if wrong:
             raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
         if data is not None:
@@ -552,7 +552,8 @@ class Checkpoints:
                 )
             data.state = about["data"]
         leaves |= {path: _empty(x) for path, x in asked.items() if not x.size}
-        placed = [_cast(leaves[path], x.dtype) for path, x in asked_for.items()]
+        cast_to = lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)  # random keys have no astype
+        placed = [cast_to(leaves[path], x.dtype) for path, x in asked_for.items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
     def _about(self, step: int, rank: int) -> Any:
@@ -568,7 +569,7 @@ class Checkpoints:
     def _sums(self, step: int, count: int, paths: Sequence[str]) -> dict[str, int]:
         """The checksum of each array, from the files of the processes that saved it; each is read once."""
         ranks = range(jax.process_index(), count, jax.process_count())
-        mine = self._together(lambda: [self._about(step, rank)["sums"] for rank in ranks])
+        mine = in_all(lambda: [self._about(step, rank)["sums"] for rank in ranks], _Damaged, _Damaged)
         here = [sum(one[path] for one in mine) % 2**32 for path in paths]
         rows = gathered(np.array([step, *here], np.uint32))
         if len(set(rows[:, 0].tolist())) > 1:
@@ -589,25 +590,10 @@ class Checkpoints:
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
             raise _Damaged(f"{_STATE}: {type(error).__name__}: {jax_errors.first_line(error)}") from error
 
-    def _together(self, read: Callable[[], T]) -> T:
-        """What `read` gives, if it succeeds in all processes; else all of them raise."""
-        found, told = in_all(read, _Damaged)
-        if told:
-            raise _Damaged(told)
-        return cast(T, found)
-
 
 def _say(text: object) -> None:
     with contextlib.suppress(OSError):  # the log may be a file on the disk that is full
         print(text, file=sys.stderr, flush=True)
-
-
-class _Info(NamedTuple):
-    """What a policy of Orbax is told of a step."""
-
-    step: int
-    time: datetime.datetime
-    metrics: Mapping[str, float] | None
 
 
 class _Damaged(Exception):
@@ -687,36 +673,37 @@ def _scrambled(x: Any) -> Any:
     return x ^ (x >> np.uint32(16))
 
 
-def mesh_of(device: Any) -> Any:
-    """A context for programs of one device: the mesh of the program around it has others."""
-    return jax.set_mesh(Mesh([device], ("device",)))
-
-
-def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:
-    """The arrays of which this process has numbers that are not finite."""
-    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
-    for path, x in leaves.items():
-        if jnp.issubdtype(x.dtype, jnp.inexact):
-            for part in x.addressable_shards:
-                blocks[part.device][path] = part.data
-    found = []
-    for device, several in blocks.items():
-        with mesh_of(device):
-            found.append(_finite(several))
-    found = jax.device_get(found)
-    return list(dict.fromkeys(path for one in found for path, fine in one.items() if not fine))
+@jax.jit
+def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
+    return {path: checksum(x) for path, x in leaves.items()}
 
 
 @jax.jit
-def _finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
+def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """Whether all numbers of each block are finite."""
     narrow = lambda x: jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
     return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
 
 
-@jax.jit
-def _checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
-    return {path: checksum(x) for path, x in leaves.items()}
+def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
+    """What a jitted function says of the blocks of each device of this process."""
+    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for path, x in leaves.items():
+        for part in x.addressable_shards:
+            blocks[part.device][path] = part.data
+    found = []
+    for device, several in blocks.items():
+        with jax.set_mesh(Mesh([device], ("device",))):  # the mesh of the program around it has others
+            found.append(look(several))
+    return dict(zip(blocks, jax.device_get(found), strict=True))
+
+
+def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:
+    """The arrays of which this process has numbers that are not finite."""
+    inexact = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    found = by_device(finite, inexact).values()
+    return list(dict.fromkeys(path for one in found for path, fine in one.items() if not fine))
 
 
 _Blocks = Mapping[str, list[tuple[np.ndarray[Any, Any], tuple[int, ...]]]]
@@ -739,11 +726,6 @@ def _blocks(leaves: Mapping[str, jax.Array]) -> _Blocks:
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------
-
-
-@functools.cache
-def _versions() -> dict[str, Any]:
-    return {name: installed(name) for name in ("jax", "orbax-checkpoint", "spmd")}
 
 
 def _digest(about: Mapping[str, Any]) -> str:
@@ -801,9 +783,7 @@ def checked(leaves: dict[str, Any], call: str) -> dict[str, jax.Array]:
         )
     if wrong := [f"{path}: {type(x).__name__}" for path, x in leaves.items() if not isinstance(x, jax.Array)]:
         raise SpmdError("a state consists of arrays.", call=call, got=wrong)
-    if gone := [path for path, x in leaves.items() if x.is_deleted()]:
-        rule = "arrays of the state are gone: they were deleted, or donated to a step."
-        raise SpmdError(rule, call=call, got=gone, advice="the state that the step has returned")
+    check_alive(leaves.items(), call)
     if jax.process_count() > 1 and (own := [path for path, x in leaves.items() if x.is_fully_addressable]):
         rule = "arrays of the state belong to one process alone."
         raise SpmdError(rule, call=call, got=own, advice='spmd.shard(x, "a b") gives all processes one array')
@@ -824,15 +804,6 @@ def _described(x: Any) -> dict[str, Any]:
         "spec": str(sharding.spec) if named else "",
         "mesh": dict(sharding.mesh.shape) if named else {},
     }
-
-
-def _stored(x: Any, dtype: str) -> Any:
-    """What is read for a leaf: in the dtype in which it was saved."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype if x.dtype.name == dtype else jnp.dtype(dtype), sharding=x.sharding)
-
-
-def _cast(x: jax.Array, dtype: Any) -> jax.Array:
-    return x if x.dtype == dtype else x.astype(dtype)  # random keys have no astype
 
 
 def _check_same(saved: Mapping[str, Any], wanted: Mapping[str, Any], cast: bool) -> None:

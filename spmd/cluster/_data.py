@@ -12,13 +12,13 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from spmd._processes.agreement import disagreements
 from spmd._processes.replicas import takes_part
 from spmd.cluster._recorder import recorder
 from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int
-from spmd.mesh import mesh_for
+from spmd.mesh import mesh_for, whole_sharding
 from spmd.modes import ambient_mode, mode
 from spmd.placement import shard
 
@@ -217,12 +217,12 @@ class Batches(Iterator[Any]):
             raise MeshError("batches lie on devices, and an abstract mesh has none.", call=call)
         self._mesh = found
         self._end = None if epochs is None else epochs * order.length // self.size
-        self._reference = ambient_mode()[0] == "reference"
         self._next, self._prefetch, self._retries = 0, prefetch, retries
         self._workers = ThreadPoolExecutor(workers, "batches_worker") if workers > 1 else None
         self._ahead: collections.deque[Future[Any]] = collections.deque()
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, "batches")
         self._placed = self._structs()
+        self._whole = whole_sharding(found) if ambient_mode()[0] == "reference" else None
         if takes_part(self._mesh):
             self._check_same()
 
@@ -298,8 +298,6 @@ class Batches(Iterator[Any]):
         self._ahead.clear()
 
     def _read_ahead(self) -> None:
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, "batches")
         while len(self._ahead) < self._prefetch + 1:
             index = self._next + len(self._ahead)
             if self._end is not None and index >= self._end:
@@ -336,23 +334,15 @@ class Batches(Iterator[Any]):
     def _read(self, index: int) -> Any:
         samples = self.order.samples(index * self.size, self.size)
         structs, structure = jax.tree.flatten(self._placed)
-        held = np.unique(np.concatenate([_rows_here(one.sharding, one.shape) for one in structs]))
+        placed = [(one.shape, self._whole or one.sharding) for one in structs]
+        held = np.unique(np.concatenate([_rows_here(where, shape) for shape, where in placed]))
         read = lambda at: self._sample(int(samples[at]), structs, structure)
         rows = dict(zip(held.tolist(), (map if self._workers is None else self._workers.map)(read, held), strict=True))
-        if self._reference:
-            whole = [np.stack([rows[at][leaf] for at in range(self.size)]) for leaf in range(len(structs))]
-            with mode("reference"):
-                return shard(
-                    jax.tree.unflatten(structure, whole), self._layouts, mesh=self._mesh, mapping=self._mapping
-                )
 
         def block(leaf: int, where: Any) -> np.ndarray:
             return np.stack([rows[at][leaf][where[1:]] for at in range(*where[0].indices(self.size))])
 
-        arrays = [
-            jax.make_array_from_callback(one.shape, one.sharding, functools.partial(block, leaf))
-            for leaf, one in enumerate(structs)
-        ]
+        arrays = [jax.make_array_from_callback(*one, functools.partial(block, leaf)) for leaf, one in enumerate(placed)]
         return jax.tree.unflatten(structure, arrays)
 
     def _tried(self, index: int) -> Any:
@@ -380,9 +370,9 @@ class Batches(Iterator[Any]):
         return [_fitted(x, one.dtype, index) for x, one in zip(leaves, structs, strict=True)]
 
 
-def _rows_here(sharding: NamedSharding, shape: Sequence[int]) -> np.ndarray:
+def _rows_here(sharding: Any, shape: Sequence[int]) -> np.ndarray:
     blocks = sharding.addressable_devices_indices_map(tuple(shape)).values()
-    return np.unique(np.concatenate([np.arange(shape[0])[where[0]] for where in blocks if where is not None]))
+    return np.unique(np.concatenate([np.arange(shape[0])[where[0]] for where in blocks]))
 
 
 def _fitted(x: np.ndarray, dtype: Any, index: int) -> np.ndarray:

@@ -10,20 +10,19 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from spmd._processes.agreement import in_all
 from spmd._text.units import bytes_text
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout
-from spmd.mesh import mesh_for, outside_trace
+from spmd.mesh import mesh_for, outside_trace, whole_sharding
 from spmd.modes import ambient_mode
-from spmd.placement import placements, shard
+from spmd.placement import placements
 
 # --- where programs write: a folder, or a bucket of a cloud -----------------------------------------------------------
 
@@ -48,6 +47,8 @@ def in_a_bucket(path: str | Path, schemes: Sequence[str], call: str) -> bool:
     known = " or ".join(f'"{one}://bucket/folder"' for one in schemes)
     raise SpmdError(f"nothing is written to {str(path)!r}.", call=call, advice=f"a folder, or {known}, as a string")
 
+
+T = TypeVar("T")
 
 _MOST = 2**26  # bytes of a chunk
 _ABOUT = "spmd"  # the attribute that says how the array lay
@@ -95,7 +96,7 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
     """
     call = f'write_zarr("{path}", x, "{names}")'
     layout = _written_as(x, names, call)
-    place, chunk = _place(path, call), _chunk(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
+    place, chunk = _Place(path, call), _chunk(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
     metadata = _metadata(x, layout, chunk)
 
     def write() -> None:
@@ -108,7 +109,7 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
         if jax.process_index() == 0:
             place.end(metadata, math.prod(n // c for n, c in zip(x.shape, chunk, strict=True)) if x.size else 0)
 
-    for step in (lambda: place.begin(metadata, overwrite), write, end):
+    for step in (lambda: place.begin(overwrite), write, end):
         _in_all(step, "the array could not be written.", call)
 
 
@@ -161,7 +162,7 @@ def read_zarr(
     call = f'read_zarr("{path}"' + (f', "{layout}")' if layout is not None else ")")
     if not outside_trace():
         raise PlacementError("read_zarr runs outside jit.", call=call, advice="pass it as an argument")
-    place = _place(path, call)
+    place = _Place(path, call)
     about = _about(place, call)
     if layout is None:
         if _ABOUT not in about["attributes"]:
@@ -173,23 +174,19 @@ def read_zarr(
     mesh = mesh_for(mesh, [], call)
     [found] = placements(jax.ShapeDtypeStruct(shape, wanted), layout, mesh, mapping, call)
     _check_names(about, Layout(str(layout)), rename or {}, call)
-    sharding = cast(NamedSharding, found)  # what is not an array has none
-    reference, whole = ambient_mode()[0] == "reference", (slice(None),) * len(shape)
+    sharding: Any = whole_sharding(mesh) if ambient_mode()[0] == "reference" else found
 
     def key(where: Any) -> tuple[Any, ...]:
         return tuple(part.indices(n)[:2] for part, n in zip(where, shape, strict=True))
 
     def read() -> dict[tuple[Any, ...], np.ndarray[Any, Any]]:
         store = _opened(place.whole, open=True, fill_missing_data_reads=_ABOUT not in about["attributes"])
-        held = [whole] if reference else sharding.addressable_devices_indices_map(shape).values()
-        blocks = {key(where): where for where in held if where is not None}
+        blocks = {key(where): where for where in sharding.addressable_devices_indices_map(shape).values()}
         _check_memory(sum(math.prod(stop - start for start, stop in one) for one in blocks) * stored.itemsize)
         futures = {at: store[where].read() for at, where in blocks.items()}
         return {where: np.asarray(one.result()).astype(wanted, copy=False) for where, one in futures.items()}
 
     numbers = _in_all(read, "the array could not be read.", call)
-    if reference:
-        return shard(numbers[key(whole)], layout, mesh=mesh, mapping=mapping)
     return jax.make_array_from_callback(shape, sharding, lambda where: numbers[key(where)])
 
 
@@ -209,81 +206,56 @@ def _written_as(x: Any, names: str, call: str) -> Layout:
     return layout
 
 
-def _place(path: str | Path, call: str) -> _Folder | _Bucket:
-    return _Bucket(str(path).rstrip("/")) if in_a_bucket(path, ("gs", "s3"), call) else _Folder(Path(path).absolute())
+class _Place:
+    """Where an array is, or will be. In a folder it is written beside its place, and renamed when it is whole. In a
+    bucket, where nothing can be renamed, what says the shape is deleted first. It is written last."""
 
+    def __init__(self, path: str | Path, call: str) -> None:
+        self.in_a_bucket = in_a_bucket(path, ("gs", "s3"), call)
+        self.whole: Any = f"{path}".rstrip("/") if self.in_a_bucket else Path(path).absolute()
+        self.part: Any = self.whole if self.in_a_bucket else self._beside("part")
 
-class _Folder:
-    """An array in a folder. It is written beside its place, and renamed when it is whole."""
-
-    def __init__(self, path: Path) -> None:
-        self.whole, self.part = path, path.with_name(f"{path.name}.part")
-
-    def begin(self, metadata: Mapping[str, Any], overwrite: bool) -> None:
-        if self.whole.exists() and not overwrite:
-            raise FileExistsError(_THERE)
-        if jax.process_index() == 0:
+    def begin(self, overwrite: bool) -> None:
+        there = self._has(_NAME) if self.in_a_bucket else self.whole.exists()
+        if there and not overwrite:
+            raise FileExistsError("there is something at this path already: overwrite=True replaces it")
+        if jax.process_index() == 0 and not self.in_a_bucket:
             shutil.rmtree(self.part, ignore_errors=True)
-            _opened(self.part, metadata=metadata, create=True)
+        elif jax.process_index() == 0:
+            for kept in ((_NAME, f"{_NAME}\0"), ()):
+                _files(self.part).delete_range(_tensorstore().KvStore.KeyRange(*kept)).result()
 
     def end(self, metadata: Mapping[str, Any], chunks: int) -> None:
-        _check_chunks(sum(one.is_file() for one in self.part.rglob("*")) - 1, chunks)  # one file says the shape
-        before = self.whole.with_name(f"{self.whole.name}.old")
-        shutil.rmtree(before, ignore_errors=True)
-        if self.whole.exists():
-            self.whole.rename(before)
-        self.part.rename(self.whole)
-        shutil.rmtree(before, ignore_errors=True)
-
-    def about(self) -> str | bytes:
-        if not self.whole.exists() and self.part.exists():
-            raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
-        if not (self.whole / _NAME).exists() and any((self.whole / f".z{kind}").exists() for kind in _KINDS):
-            raise OSError(_VERSION_2)
-        return (self.whole / _NAME).read_text()
-
-
-class _Bucket:
-    """An array in a bucket, where nothing can be renamed. What says the shape is deleted first and written last."""
-
-    def __init__(self, url: str) -> None:
-        self.whole = self.part = url
-
-    def begin(self, metadata: Mapping[str, Any], overwrite: bool) -> None:
-        files = self._files()
-        if not overwrite and files.read(_NAME).result().state == "value":
-            raise FileExistsError(_THERE)
-        if jax.process_index() == 0:
-            files.delete_range(_tensorstore().KvStore.KeyRange(_NAME, f"{_NAME}\0")).result()
-            files.delete_range(_tensorstore().KvStore.KeyRange()).result()
-
-    def end(self, metadata: Mapping[str, Any], chunks: int) -> None:
-        files = self._files()
-        _check_chunks(len(files.list().result()), chunks)
+        files = _files(self.part)
+        if (found := len(files.list().result())) != chunks:
+            raise OSError(f"process 0 finds {found} chunks of {chunks}: do all processes reach this disk?")
         drawn = _opened("memory://", metadata=metadata, create=True).kvstore
         files.write(_NAME, drawn.read(_NAME).result().value).result()
+        if not self.in_a_bucket:
+            before = self._beside("old")
+            shutil.rmtree(before, ignore_errors=True)
+            if self.whole.exists():
+                self.whole.rename(before)
+            self.part.rename(self.whole)
+            shutil.rmtree(before, ignore_errors=True)
 
-    def about(self) -> str | bytes:
-        files = self._files()
-        found = files.read(_NAME).result()
-        if found.state == "value":
-            return cast(bytes, found.value)
-        version_2 = any(files.read(f".z{kind}").result().state == "value" for kind in _KINDS)
-        raise OSError(_VERSION_2 if version_2 else "nothing is there, or it was not written to its end")
+    def about(self) -> bytes:
+        if self._has(_NAME):
+            return cast(bytes, _files(self.whole).read(_NAME).result().value)
+        if self._has(".zarray") or self._has(".zgroup"):
+            raise OSError("it is written in version 2 of Zarr, and version 3 is read")
+        if not self.in_a_bucket and self.part.exists():
+            raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
+        raise OSError("nothing is there, or it was not written to its end")
 
-    def _files(self) -> Any:
-        return _tensorstore().KvStore.open(f"{self.whole}/").result()
+    def _beside(self, ending: str) -> Path:
+        return cast(Path, self.whole.with_name(f"{self.whole.name}.{ending}"))
+
+    def _has(self, name: str) -> bool:
+        return bool(_files(self.whole).read(name).result().state == "value")
 
 
 _NAME = "zarr.json"  # what says the shape
-_KINDS = ("array", "group")
-_THERE = "there is something at this path already: overwrite=True replaces it"
-_VERSION_2 = "it is written in version 2 of Zarr, and version 3 is read"
-
-
-def _check_chunks(found: int, chunks: int) -> None:
-    if found != chunks:
-        raise OSError(f"process 0 finds {found} chunks of {chunks}: do all processes reach this disk?")
 
 
 def _chunk(block: Sequence[int], item: int) -> list[int]:
@@ -358,17 +330,20 @@ def _tensorstore() -> Any:
     return tensorstore
 
 
-def _spec(path: Path | str, **how: Any) -> dict[str, Any]:
-    where = {"driver": "file", "path": f"{path}/"} if isinstance(path, Path) else f"{path}/"
-    whole = {"store_data_equal_to_fill_value": True} if "metadata" in how else {}
-    return {"driver": "zarr3", "kvstore": where, **whole, **how}
+def _where(path: Path | str) -> Any:
+    return {"driver": "file", "path": f"{path}/"} if isinstance(path, Path) else f"{path}/"
+
+
+def _files(path: Path | str) -> Any:
+    return _tensorstore().KvStore.open(_where(path)).result()
 
 
 def _opened(path: Path | str, **how: Any) -> Any:
-    return _tensorstore().open(_spec(path, **how)).result()
+    whole = {"store_data_equal_to_fill_value": True} if "metadata" in how else {}
+    return _tensorstore().open({"driver": "zarr3", "kvstore": _where(path), **whole, **how}).result()
 
 
-def _about(place: _Folder | _Bucket, call: str) -> dict[str, Any]:
+def _about(place: _Place, call: str) -> dict[str, Any]:
     """What an array says of itself."""
 
     def read() -> dict[str, Any]:
@@ -394,12 +369,9 @@ def _held_by_jax(stored: Any, dtype: Any, call: str) -> Any:
     return wanted
 
 
-def _in_all(step: Callable[[], Any], rule: str, call: str) -> Any:
+def _in_all(step: Callable[[], T], rule: str, call: str) -> T:
     """What a step gives, if it succeeds in all processes; else all of them raise.
 
     Communication: in several processes an all-gather of 32 bytes.
     """
-    found, told = in_all(step, OSError, ValueError, KeyError)
-    if told:
-        raise PlacementError(rule, call=call, got=[told])
-    return found
+    return in_all(step, lambda told: PlacementError(rule, call=call, got=[told]), OSError, ValueError, KeyError)

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmd._processes.agreement import anywhere, everyone, gathered
-from spmd.cluster._checkpoints import checked, checksum, mesh_of, named, not_finite
+from spmd.cluster._checkpoints import by_device, checked, checksums, named, not_finite
 from spmd.errors import SpmdError, is_int
 
 
@@ -62,7 +62,8 @@ def _differences(leaves: Mapping[str, jax.Array]) -> list[str]:
     local = sorted(jax.local_devices(), key=lambda one: one.id)
     most = max(collections.Counter(one.process_index for one in jax.devices()).values())
     rows = np.zeros((most, len(leaves)), np.uint32)
-    rows[: len(local)] = [_sums(leaves, device) for device in local]
+    sums = by_device(checksums, leaves)
+    rows[: len(local)] = [[sums.get(device, {}).get(path, 0) for path in leaves] for device in local]
     whole = gathered(rows)
     of_process: dict[int, list[Any]] = collections.defaultdict(list)
     for one in sorted(jax.devices(), key=lambda one: one.id):
@@ -91,20 +92,3 @@ def _odd(path: str, block: Any, sums: Mapping[Any, int]) -> str:
     others = f"differs from {counts[0][1]} equal copies" if clear else "have different copies, and no majority is right"
     path = path.replace("{", "{{").replace("}", "}}")
     return f"{path}{where}: {shown} {others}"
-
-
-def _sums(leaves: Mapping[str, jax.Array], device: Any) -> np.ndarray[Any, Any]:
-    """A sum over the bits of each array's block on a device; 0 where it has none."""
-    blocks = {
-        i: part.data for i, x in enumerate(leaves.values()) for part in x.addressable_shards if part.device == device
-    }
-    found = np.zeros(len(leaves), np.uint32)
-    with mesh_of(device):
-        for i, value in jax.device_get(_all_sums(blocks)).items():
-            found[i] = value
-    return found
-
-
-@jax.jit
-def _all_sums(blocks: Mapping[int, jax.Array]) -> dict[int, Any]:
-    return {i: checksum(x) for i, x in blocks.items()}

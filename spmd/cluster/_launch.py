@@ -121,7 +121,8 @@ def _once(plan: Launch) -> tuple[int, bool]:
     if failed is None:
         return 0, watch.stopping
     code = failed.child.returncode
-    screen.say(f"rank {failed.rank} of {plan.total} failed first, {_how(code)}{':' if failed.last else '.'}")
+    how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+    screen.say(f"rank {failed.rank} of {plan.total} failed first, {how}{':' if failed.last else '.'}")
     for line in failed.last:
         screen.say(f"  {line}")
     return 128 - code if code < 0 else code, watch.stopping
@@ -292,9 +293,3 @@ class _Watch:
     def _send(self, number: int) -> None:
         for one in self.running:
             one.send(number)
-
-
-def _how(code: int) -> str:
-    if code >= 0:
-        return f"with exit code {code}"
-    return f"ended by {signal.Signals(-code).name}"

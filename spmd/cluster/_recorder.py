@@ -21,6 +21,7 @@ import numpy as np
 
 from spmd._compat import coordination
 from spmd._processes.agreement import everyone, ranks
+from spmd._text.table import Table
 from spmd.cluster._launch import free_port
 from spmd.cluster._stacks import Stack
 
@@ -97,16 +98,16 @@ def stragglers() -> str:
     both, shares = (recorder.steps, recorder.reads), (0.5, 0.95)
     timed = [float(np.quantile(times or [0.0], share)) for times in both for share in shares]
     rows = everyone([socket.gethostname(), *timed, recorder.waits / recorder.looks if recorder.looks else None])
-    lines = [f"{'rank':<6}{'host':<16}{'step p50':>10}{'p95':>8}{'batch p50':>11}{'p95':>8}{'waits':>8}"]
+    told: list[tuple[str, ...]] = []
     for rank, (host, *times, waits) in enumerate(rows):
-        cells = "".join(f"{x:>{width}.4g}" for x, width in zip(times, (10, 8, 11, 8), strict=True))
-        lines.append(f"{rank:<6}{host:<16}{cells}{'-' if waits is None else f'{waits:.0%}':>8}")
+        told.append((f"{rank}", host, *(f"{x:.4g}" for x in times), "-" if waits is None else f"{waits:.0%}"))
     if len(rows) > 1 and None not in [waits for *_, waits in rows]:
         slowest = min(range(len(rows)), key=lambda rank: rows[rank][-1])
         usual = float(np.median([waits for *_, waits in rows]))
-        lines.append(f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time, "
-                     f"half of all {usual:.0%} or more")  # fmt: skip
-    return "\n".join(lines)
+        told.append((f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time, "
+                     f"half of all {usual:.0%} or more",))  # fmt: skip
+    head = ("rank", "host", "step p50", "p95", "batch p50", "p95", "waits")
+    return Table(told, head, right=(2, 3, 4, 5, 6)).text()
 
 
 def leave(why: str) -> None:
@@ -404,7 +405,9 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
     rest = [rank for rank in places if rank not in guilty]
     lines = collections.Counter(places[rank]["where"] for rank in rest if places[rank]["kind"] != "ended")
     line = max(lines, key=lambda line: lines[line], default="")
-    first = f"{ranks(sorted(guilty))} did not reach {line}, where the others wait{_sent(places, line)}. " if line else ""
+    first = (
+        f"{ranks(sorted(guilty))} did not reach {line}, where the others wait{_sent(places, line)}. " if line else ""
+    )
     each = []
     for rank in sorted(guilty)[:8]:
         place = places.get(rank)

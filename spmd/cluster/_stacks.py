@@ -91,7 +91,7 @@ class Stack:
                 yield frame
 
 
-_OWN = re.compile(r"jit\((_itself|_checksums)\)")  # who asks for what these compute waits for it there
+_OWN = re.compile(r"jit\((_itself|checksums)\)")  # who asks for what these compute waits for it there
 _LONGEST = 2**24  # characters of a program, which takes seconds to read
 _SENDS = "channel_id="  # what a compiled program says of each collective
 _CALL = re.compile(r'\w+\([^"()]*"[^"]*"(?:[^"()]|"[^"]*")*\)')

@@ -49,35 +49,29 @@ class _Asked:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 if signal.getsignal(number) == signal.SIG_DFL:
-                    signal.signal(number, self._here)
+                    signal.signal(number, self._note)
 
     def joined(self) -> None:
         """Pass on what was noted."""
-        if threading.current_thread() is threading.main_thread():
-            if signal.getsignal(signal.SIGUSR1) == self._here:
-                signal.signal(signal.SIGUSR1, self._to_jax)
-            if self.signal is not None:
-                os.kill(os.getpid(), signal.SIGTERM)
+        if self.signal is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def watch(self) -> None:
         """Take the signals that ask a program to stop, from now on."""
         if threading.current_thread() is not threading.main_thread():
             raise SpmdError("stopping is called in the main thread, which gets the signals.", call="stopping(step)")
-        several = jax.process_count() > 1
-        for number in (signal.SIGUSR1, signal.SIGINT) if several else (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-            signal.signal(number, self._to_jax if several else self._here)
+        alone = () if jax.process_count() > 1 else (signal.SIGTERM,)  # JAX has a handler of its own
+        for number in (*alone, signal.SIGUSR1, signal.SIGINT):
+            signal.signal(number, self._note)
         atexit.register(_hear_nothing_more)
         self.watching = True
 
-    def _here(self, number: int, frame: FrameType | None) -> None:
+    def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal is not None:
             raise KeyboardInterrupt  # who asks twice does not want to wait
         self.signal = number
-
-    def _to_jax(self, number: int, frame: FrameType | None) -> None:
-        """JAX hears SIGTERM only, and tells the other processes."""
-        self._here(number, frame)
-        os.kill(os.getpid(), signal.SIGTERM)
+        if number != signal.SIGTERM and jax.distributed.is_initialized():
+            os.kill(os.getpid(), signal.SIGTERM)  # JAX hears SIGTERM only, and tells the other processes
 
 
 def _hear_nothing_more() -> None:
@@ -308,7 +302,7 @@ def _address(task: Task) -> dict[str, Any]:
         raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
     found = {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
     host, _, port = (task.coordinator or os.environ["JAX_COORDINATOR_ADDRESS"]).rpartition(":")
-    local = host in _LOCAL
+    local = host in ("localhost", "127.0.0.1", "[::1]")
     if local and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         found["coordinator_bind_address"] = f"{host}:{port}"  # else it listens on every address of this machine
     if task.rank == 0 and port.isdecimal() and _in_use(int(port), local):
@@ -324,21 +318,11 @@ def _host(task: Task) -> str:
     return told.rpartition(":")[0] or socket.getfqdn()
 
 
-_LOCAL = ("localhost", "127.0.0.1", "[::1]")
-
-
 def _in_use(port: int, local: bool) -> bool:
     """Whether another program listens on a port; some versions of JAX crash there."""
-    for family, host in (
-        (socket.AF_INET, "127.0.0.1" if local else ""),
-        (socket.AF_INET6, "::1" if local else "::"),
-    ):
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
-            with socket.socket(family) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that has just ended does not count
-                if family == socket.AF_INET6:
-                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                probe.bind((host, port))
+            socket.create_server((host if local else "", port), family=family).close()
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return True

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -641,6 +642,24 @@ def test_places_that_nobody_writes_to_are_refused_at_once(path, tmp_path, monkey
     with pytest.raises(SpmdError, match="bucket"):
         checkpoints(path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_orbax_writes_no_arrays_to_s3(tmp_path, monkeypatch):
+    """So `checkpoints` refuses it. Once this fails, it need not: TensorStore has a driver, and etils a file system."""
+    import orbax.checkpoint as orbax
+    from etils import epath
+    from fsspec.implementations import memory
+
+    class Files(memory.MemoryFileSystem):
+        protocol = ("s3",)
+
+    fsspec.register_implementation("s3", Files, clobber=True)
+    monkeypatch.chdir(tmp_path)
+    with orbax.StandardCheckpointer() as writer, pytest.raises(ValueError, match="should be absolute"):
+        writer.save(epath.Path("s3://bucket/run"), {"w": jnp.ones(4)})
+        writer.wait_until_finished()
+    with pytest.raises(SpmdError, match="bucket"):
+        checkpoints("s3://bucket/run")
 
 
 # --- two programs in one folder --------------------------------------------------------------------------------------

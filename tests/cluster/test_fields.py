@@ -268,7 +268,7 @@ def test_a_write_to_a_bucket_that_is_torn_is_no_array(bucket, monkeypatch):
         raise KeyboardInterrupt
 
     write_zarr("gs://bucket/u", placed(), "x y")
-    monkeypatch.setattr(_fields._Bucket, "end", killed)
+    monkeypatch.setattr(_fields._Place, "end", killed)
     with pytest.raises(KeyboardInterrupt):
         write_zarr("gs://bucket/u", placed(), "x y", overwrite=True)
     with pytest.raises(PlacementError, match="no complete array"):
@@ -279,8 +279,8 @@ def test_what_is_in_a_bucket_of_s3_is_asked_of_s3():
     """No server here speaks its language; the driver is the same as that for a folder."""
     import tensorstore
 
-    spec = tensorstore.Spec(_fields._spec("s3://bucket/u.zarr"))
-    assert spec.to_json()["kvstore"]["driver"] == "s3" and spec.to_json()["kvstore"]["path"] == "u.zarr/"
+    spec = tensorstore.KvStore.Spec(_fields._where("s3://bucket/u.zarr")).to_json()
+    assert spec["driver"] == "s3" and spec["path"] == "u.zarr/"
 
 
 def test_other_places_are_refused_at_once(tmp_path, monkeypatch):

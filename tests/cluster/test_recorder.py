@@ -55,7 +55,7 @@ def test_what_the_others_wait_in_is_named() -> None:
     psum, gather = 'psum(x, "b {U:tp} -> b") (model.py:4)', 'all_gather(x, "b/dp -> b") (model.py:3)'
 
     def told(sends: Any, *others: Any) -> str:
-        places = {rank: one for rank, one in enumerate([WAITS | {"sends": sends}, *others])}
+        places = dict(enumerate([WAITS | {"sends": sends}, *others]))
         return judge(places, len(places), 60)[0]
 
     assert f"did not reach {STEP}, where the others wait in {psum}. rank 1" in told(([psum], 1), SLEEPS)

@@ -15,6 +15,7 @@ import pytest
 import spmd
 from spmd._processes.agreement import in_all
 from spmd.cluster._stacks import Stack
+from spmd.errors import SpmdError
 
 _here = threading.Event()
 
@@ -125,8 +126,8 @@ def test_functions_of_this_package_are_not_the_users() -> None:
         del stack.frames[:2]  # its own, and this one, which is the user's
         return stack.frames[0].f_code.co_name, stack.place()
 
-    found, _ = in_all(inside)
-    assert found is not None and found[0] == "in_all" and found[1].startswith("`in_all(inside)` (test_stacks.py:")
+    name, place = in_all(inside, SpmdError)
+    assert name == "in_all" and place.startswith("`in_all(inside, SpmdError)` (test_stacks.py:")
 
 
 def test_a_trace_is_told_from_a_wait() -> None:
