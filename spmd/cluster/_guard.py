@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -69,26 +69,23 @@ def _differences(leaves: Mapping[str, jax.Array]) -> list[str]:
     for one in sorted(jax.devices(), key=lambda one: one.id):
         of_process[one.process_index].append(one)
     row_of = {one: whole[process, i] for process, several in of_process.items() for i, one in enumerate(several)}
-    found = []
+    found: list[tuple[str, Any, dict[Any, int]]] = []
     for leaf, (path, x) in enumerate(leaves.items()):
         copies: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
         for device, where in x.sharding.devices_indices_map(x.shape).items():
             block = tuple(one.indices(n)[:2] for one, n in zip(where or (), x.shape, strict=True))
             copies[block][device] = int(row_of[device][leaf])
-        found += [_odd(path, block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
-    if found:
-        hosts = everyone(socket.gethostname())
-        found = [line.format(*hosts) for line in found]
-    return found
+        found += [(path, block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
+    hosts = everyone(socket.gethostname()) if found else []
+    return [_odd(*one, hosts) for one in found]
 
 
-def _odd(path: str, block: Any, sums: Mapping[Any, int]) -> str:
-    """Who has other copies of a block than most, with a place for the name of each host."""
+def _odd(path: str, block: Any, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
+    """Who has other copies of a block than most."""
     counts = collections.Counter(sums.values()).most_common()
     clear = len(counts) == 1 or counts[0][1] > counts[1][1]
     odd = [device for device, value in sums.items() if not clear or value != counts[0][0]]
-    shown = ", ".join(f"device {one.id} (rank {one.process_index} on {{{one.process_index}}})" for one in odd[:8])
+    shown = ", ".join(f"device {one.id} (rank {one.process_index} on {hosts[one.process_index]})" for one in odd[:8])
     where = f"[{', '.join(f'{start}:{stop}' for start, stop in block)}]" if block else ""
     others = f"differs from {counts[0][1]} equal copies" if clear else "have different copies, and no majority is right"
-    path = path.replace("{", "{{").replace("}", "}}")
     return f"{path}{where}: {shown} {others}"

@@ -106,16 +106,17 @@ def launch(plan: Launch, restarts: int = 0) -> int:
 
 def _once(plan: Launch) -> tuple[int, bool]:
     """The exit code of all together, and whether a signal to the launcher has ended them."""
-    screen = _Screen()
-    pipe, held = os.pipe()  # no process outlives the launcher: all watch the end of this pipe
-    try:
-        with _signals() as asked:
-            processes = [_start(plan, rank, pipe, screen) for rank in range(plan.first, plan.first + plan.count)]
-            watch = _Watch(processes, screen)
-            failed = watch.wait(asked)
-    finally:
-        os.close(pipe)
-        os.close(held)
+    screen, asked = _Screen(), list[int]()
+    note = lambda number, _: asked.append(number)
+    with contextlib.ExitStack() as undo:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            undo.callback(signal.signal, number, signal.signal(number, note))
+        pipe = os.pipe()  # no process outlives the launcher: all watch the end of this pipe
+        for end in pipe:
+            undo.callback(os.close, end)
+        processes = [_start(plan, rank, pipe[0], screen) for rank in range(plan.first, plan.first + plan.count)]
+        watch = _Watch(processes, screen)
+        failed = watch.wait(asked)
     for one in processes:
         one.drain()
     if failed is None:
@@ -233,20 +234,6 @@ class _Screen:
     def say(self, text: str) -> None:
         with self.lock:
             print(text, file=sys.stderr, flush=True)
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The signals that have come meanwhile, in order."""
-    asked: list[int] = []
-    before = {}
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-        before[number] = signal.signal(number, lambda number, _: asked.append(number))
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Watch:

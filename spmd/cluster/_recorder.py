@@ -104,8 +104,8 @@ def stragglers() -> str:
     if len(rows) > 1 and None not in [waits for *_, waits in rows]:
         slowest = min(range(len(rows)), key=lambda rank: rows[rank][-1])
         usual = float(np.median([waits for *_, waits in rows]))
-        told.append((f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time, "
-                     f"half of all {usual:.0%} or more",))  # fmt: skip
+        least = f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time"
+        told.append((f"{least}, half of all {usual:.0%} or more",))
     head = ("rank", "host", "step p50", "p95", "batch p50", "p95", "waits")
     return Table(told, head, right=(2, 3, 4, 5, 6)).text()
 
@@ -139,7 +139,7 @@ def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: st
     """Watch this process from now on, beside the others; `host` is that of the coordinator."""
     client = coordination()
     if client is not None:
-        one = Watch(jax.process_index(), jax.process_count(), patience, on_hang, client, host)
+        one = Watch(patience, on_hang, client, host)
         threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
         recorder.listener = threads[0]
         atexit.register(await_others)  # called before JAX waits for them, where its errors abort a process
@@ -154,19 +154,12 @@ class Watch:
     progress, the places of all. Its lowest rank that answers tells the verdict.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        count: int,
-        patience: float,
-        on_hang: Callable[[str], int | None] | None,
-        client: Any,
-        host: str,
-    ) -> None:
-        self.rank, self.count, self.patience, self.on_hang, self.client = rank, count, patience, on_hang, client
-        self._host, self._on_cpu = host, jax.default_backend() == "cpu"
+    def __init__(self, patience: float, on_hang: Callable[[str], int | None] | None, client: Any, host: str) -> None:
+        self.rank, self.count = jax.process_index(), jax.process_count()
+        self.patience, self.on_hang, self.client, self._host = patience, on_hang, client, host
+        self._on_cpu = jax.default_backend() == "cpu"
         self._used, self._looked, self._worked = 0.0, 0.0, time.monotonic()
-        self._tick = min(max(1.0, count / 500), patience / 20)
+        self._tick = min(max(1.0, self.count / 500), patience / 20)
         self._main = threading.main_thread().ident
         self._started = self._progress = self._still = self._quiet = self._beat = time.monotonic()
         self._longest, self._laps, self._mark = 0.0, 0, None

@@ -137,9 +137,6 @@ def initialize(
     ignore: Sequence[str | int] = (),
     patience: float | None = 60,
     on_hang: Callable[[str], int | None] | None = None,
-    heartbeat_timeout_seconds: int | None = None,
-    initialization_timeout: int = 300,
-    shutdown_timeout_seconds: int = 300,
     **options: Any,
 ) -> None:
     """Join the processes of this program, and check that all of them run the same one.
@@ -176,12 +173,10 @@ def initialize(
         it. None watches nothing, as for a debugger.
       on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
         None to go on. By default the exit code is 75. `cluster.remake` starts again with the processes that are left.
-      heartbeat_timeout_seconds: After how many seconds of silence JAX ends a process whose coordinator is gone, or
-        all where one is. By default it is `patience`, and at least 30. `launch` sees at once that a process has ended.
-      initialization_timeout: For how many seconds a process waits for the others to start.
-      shutdown_timeout_seconds: For how many seconds a process that is ready waits for the others to end. Process 0
-        may evaluate or plot in this time.
-      **options: Further arguments of `jax.distributed.initialize`, such as `local_device_ids`.
+      **options: Further arguments of `jax.distributed.initialize`: `initialization_timeout` and
+        `shutdown_timeout_seconds`, for how many seconds (300) processes wait for others to start and to end, or
+        `heartbeat_timeout_seconds`, after how many seconds of silence JAX ends a process whose coordinator is gone, or
+        all where one is. The latter is `patience` by default, and at least 30.
 
     Raises:
       MeshError: Two sources disagree on the processes; one is not complete; JAX runs already; the port of process 0 is
@@ -201,9 +196,7 @@ def initialize(
             return
         options = {
             **({} if found.detected else _address(found)),
-            "heartbeat_timeout_seconds": heartbeat_timeout_seconds or max(int(patience or 0), 30),
-            "initialization_timeout": initialization_timeout,
-            "shutdown_timeout_seconds": shutdown_timeout_seconds,
+            "heartbeat_timeout_seconds": max(int(patience or 0), 30),
             **options,
         }
         asked.watch_early()

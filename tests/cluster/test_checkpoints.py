@@ -655,9 +655,10 @@ def test_orbax_writes_no_arrays_to_s3(tmp_path, monkeypatch):
 
     fsspec.register_implementation("s3", Files, clobber=True)
     monkeypatch.chdir(tmp_path)
-    with orbax.StandardCheckpointer() as writer, pytest.raises(ValueError, match="should be absolute"):
-        writer.save(epath.Path("s3://bucket/run"), {"w": jnp.ones(4)})
-        writer.wait_until_finished()
+    writer = orbax.Checkpointer(orbax.StandardCheckpointHandler())
+    with pytest.raises(ValueError, match="should be absolute"):
+        writer.save(epath.Path("s3://bucket/run"), args=orbax.args.StandardSave({"w": jnp.ones(4)}))
+    writer.close()
     with pytest.raises(SpmdError, match="bucket"):
         checkpoints("s3://bucket/run")
 
