@@ -34,7 +34,7 @@ BUDGET = {
     "_text": 190,
     "_trees": 440,
     "checker": 6110,
-    "cluster": 2080,
+    "cluster": 2050,
     "comm": 2340,
     "drawing": 300,
     "haliax": 350,
