@@ -265,9 +265,10 @@ class Watch:
                 place["sends"] = (found := stack.sends())[:_SHOWN], len(found)
             self._say({"sends": ([], 0), **place})
         until = time.monotonic() + _GATHER
-        while time.monotonic() < until:
+        while True:
             places = self._said("ended") | self._said("places")
-            if len(places) == self.count and all("sends" in one for one in places.values() if one["kind"] == "waits"):
+            said = all("sends" in one for one in places.values() if one["kind"] == "waits")
+            if (said and len(places) == self.count) or time.monotonic() > until:
                 break
             time.sleep(min(self._tick, 0.2))
         verdict = f"spmd/verdict/{self._round}"

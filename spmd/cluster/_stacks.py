@@ -20,8 +20,13 @@ from spmd.inspect._collectives import KINDS, place_of
 from spmd.inspect._hlo import HloModule, names_of_parts, parse_module
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OTHERS = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _JITTED = type(jax.jit(abs))
+
+
+def is_installed(file: str) -> bool:
+    """Whether a file is Python's own, or of a package that is installed."""
+    return file.startswith((*_PYTHON, "<")) or "site-packages" in file or "dist-packages" in file
 
 
 class Stack:
@@ -87,7 +92,7 @@ class Stack:
         """The frames of the user's own functions."""
         for frame in self.frames:
             name = frame.f_code.co_filename
-            if not (in_jax(name) or name.startswith((_HERE, *_OTHERS, "<"))):
+            if not (in_jax(name) or name.startswith(_HERE) or is_installed(name)):
                 yield frame
 
 

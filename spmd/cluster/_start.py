@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import errno
 import hashlib
 import importlib.util
@@ -10,10 +11,8 @@ import os
 import platform
 import re
 import signal
-import site
 import socket
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +29,7 @@ from spmd._processes.agreement import disagreements, first_difference
 from spmd._processes.environment import REMADE, Task, tasks
 from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import await_verdict, leave, recorder, watch
+from spmd.cluster._stacks import is_installed
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -399,16 +399,11 @@ def compared(arguments: Sequence[str], ignore: Sequence[str | int] = ()) -> list
 
 def _files() -> dict[str, str]:
     """Hashes of the program's own files that are loaded: not of Python's, and not of packages that are installed."""
-    paths = (getattr(module, "__file__", None) for module in list(sys.modules.values()))
-    installed = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), site.getusersitepackages()]
-    installed += [
-        str(Path(name).resolve()) for name in sys.path if Path(name).name in ("site-packages", "dist-packages")
-    ]
+    paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    top = Path(main).resolve().parent if main else Path.cwd()
+    top = os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
     found = {}
-    for path in {Path(one).resolve() for one in paths if one}:
-        if path.suffix == ".py" and path.is_file() and not any(path.is_relative_to(one) for one in installed):
-            name = os.path.relpath(path, top)
-            found[name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in {os.path.abspath(one) for one in paths if one.endswith(".py") and not is_installed(one)}:
+        with contextlib.suppress(FileNotFoundError):
+            found[os.path.relpath(path, top)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found
