@@ -214,7 +214,7 @@ def row(fault: Fault, seen: Seen) -> str:
     said = re.sub(rf" on {re.escape(socket.gethostname())}\b", " on HOST", seen.said).removeprefix(
         "the run stands still at step 5: "
     )
-    if len(said) > 260 and (found := re.search(_said(fault), said)):
+    if len(said) > 400 and (found := re.search(_said(fault), said)):
         said = f"... {said[max(found.start() - 60, 0) : found.end() + 100]} ..."
     cell = re.sub(r"/tmp/\S+/run", "run", said).replace("|", "\\|").replace("`", "")
     return f"| {fault.what} | {limit} | {f'{seen.seconds:.1f} s' if seen.seconds else '-'} | {cell} | {seen.lost} |"
