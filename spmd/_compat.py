@@ -434,12 +434,47 @@ def propagated(lowered: Any) -> Any:
     layout as a collective of its dialect."""
     module = lowered.compiler_ir("stablehlo")
     with module.context:
+        _inline(module)
         for op in operations(module.operation):
             if rule := _rule(op):
                 op.attributes["sdy.sharding_rule"] = ir.Attribute.parse(rule)
         for one in _PASSES:
             passmanager.PassManager.parse(f"builtin.module({one})").run(module.operation)
     return module
+
+
+def _inline(module: Any) -> None:
+    """Put the body of a function in the place of each call, as XLA does before it propagates. The names of the places
+    of its operations begin with that of the call."""
+    found = [one.operation for one in module.body.operations if operation_name(one.operation) == "func.func"]
+    functions = {one.attributes["sym_name"].value: one for one in found}
+    pending = set(functions)
+
+    def opened(name: str) -> Any:
+        if name in pending:
+            pending.remove(name)
+            for call in [one for one in operations(functions[name]) if operation_name(one) == "func.call"]:
+                _replace(call, opened(call.attributes["callee"].value))
+        return functions[name]
+
+    opened("main")
+    for name in set(functions) - {"main"}:
+        functions[name].erase()
+
+
+def _replace(call: Any, function: Any) -> None:
+    """Put a copy of the body of a function in the place of a call."""
+    [block] = function.clone().regions[0].blocks
+    for argument, value in zip(block.arguments, call.operands, strict=True):
+        argument.replace_all_uses_with(value)
+    *body, last = [one.operation for one in block.operations]
+    for op in body:
+        op.move_before(call)
+        for one in (op, *operations(op)):
+            one.location = ir.Location.name(f"{location_name(call)}/{location_name(one)}")
+    for result, value in zip(call.results, last.operands, strict=True):
+        result.replace_all_uses_with(value)
+    call.erase()
 
 
 def operation_name(op: Any) -> str:

@@ -12,7 +12,7 @@ import spmd.propagation._lookups as _lookups
 from spmd._compat import operation_name as name_of
 from spmd.errors import SpmdError
 from spmd.propagation._loops import axes_of, branches, loop
-from spmd.propagation._module import KINDS, Axis, Place, Reading, called, operation, typed
+from spmd.propagation._module import KINDS, Axis, Place, Reading, operation, typed
 from spmd.propagation._texts import Made, Names, bare, dtype_text, integers, literal, numbers_of
 from spmd.propagation._values import text_of
 
@@ -140,8 +140,6 @@ class Writer:
         name = name_of(op)
         if name in KINDS or name == "sdy.all_slice":
             self._moved(op, name)
-        elif name == "func.call":
-            self._call(op)
         elif name in _RULES:
             _RULES[name](self, op)
         elif name in _UNARY:
@@ -165,13 +163,6 @@ class Writer:
             made = self.known[result]
             varies = axes_of(made.place) if places else frozenset().union(*operands)
             self.known[result] = made._replace(varies=varies)
-
-    def _call(self, op: Any) -> None:
-        block = self.reading.functions[called(op)].regions[0].blocks[0]
-        for inner, outer in zip(block.arguments, op.operands, strict=True):
-            self.known[inner] = self.get(outer)
-        for outer, inner in zip(op.results, self.block(block), strict=True):
-            self.known[outer] = self.get(inner)
 
     def _elementwise(self, op: Any, text: Callable[..., str]) -> None:
         operands = [self.get(value) for value in op.operands]
@@ -433,8 +424,7 @@ def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Seque
       SpmdError: An operation is not written as a kernel yet.
     """
     writer = Writer(reading, loops=re.search(r"stablehlo\.(while|case)", str(reading.module)) is not None)
-    [block] = reading.functions["main"].regions[0].blocks
-    values = list(block.arguments)[reading.first :]
+    values = list(reading.block.arguments)[reading.first :]
     if reading.first:
         writer.fail("a constant array")
     names = signature_names(writer, values, labels)
@@ -442,7 +432,7 @@ def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Seque
         place = reading.place(value)
         writer.known[value] = Made(parameter, one, place, varies=axes_of(place))
     given = [writer.layout(one, reading.place(value)) for value, one in zip(values, names, strict=True)]
-    results = [writer.array(value) for value in writer.block(block)]
+    results = [writer.array(value) for value in writer.block(reading.block)]
     made = [writer.layout(one.names, one.place) for one in results]
     body = [*writer.lines, f"return {', '.join(bare(one.text) for one in results)}"]
     if len(body) > 1 and len(results) == 1 and body[-2].startswith(f"{results[0].text} = "):

@@ -23,6 +23,7 @@ KINDS = {
 # Changes of layout that send nothing.
 _QUIET = ("sdy.all_slice", "sdy.replicated_to_unreduced", "sdy.sharded_to_unreduced", "sdy.reshard")
 _MOVES = (*KINDS, *_QUIET)
+_SUMS = ("sdy.all_reduce", "sdy.reduce_scatter")
 _NUMBER = re.compile(r"#(\d+)(?=[/)]|$)")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SHARDING = re.compile(r"<(?:@[\w.$-]+|mesh<[^>]*>), \[([^\]]*)\]([^<>]*)>")
@@ -148,14 +149,11 @@ class RawMove:
 
 
 class _Site(NamedTuple):
-    """Where the walk is: the equations around, how often it runs, and the operands of the function."""
+    """Where the walk is: how often that runs."""
 
-    around: Number = ()
     count: int = 1
     exact: bool = True
     branch: bool = False
-    call: Any = None  # the operation that calls the function
-    outer: Any = None  # where that stands
 
 
 @dataclass
@@ -175,7 +173,7 @@ class Reading:
     places: dict[Number, list[tuple[Typed, Place]]] = field(default_factory=dict)
     inputs: list[Place] = field(default_factory=list)
     results: list[Place] = field(default_factory=list)
-    functions: dict[str, Any] = field(default_factory=dict)
+    block: Any = None  # of the program
     first: int = 0
     module: Any = None
 
@@ -230,11 +228,8 @@ class Reading:
     def read(self, module: Any, count: int) -> Reading:
         """Walk over the module from its main function, which has so many inputs."""
         self.module = module  # older bindings let its operations outlive it
-        for one in module.body.operations:
-            if name_of(one.operation) == "func.func":
-                self.functions[str(one.operation.attributes["sym_name"]).strip('"')] = one.operation
-        main = self.functions["main"]
-        [block] = main.regions[0].blocks
+        [main] = [one.operation for one in module.body.operations if name_of(one.operation) == "func.func"]
+        [self.block] = [block] = main.regions[0].blocks
         self.first = len(block.arguments) - count  # constants that JAX hoisted out of the program come first
         self.inputs = [self.place(value) for value in block.arguments][self.first :]
         self._block(block, _Site())
@@ -245,13 +240,10 @@ class Reading:
     def _block(self, block: Any, site: _Site, skip: Number | None = None) -> None:
         for one in block.operations:
             op = one.operation
-            name, number = name_of(op), (*site.around, *numbers(op))
+            name, number = name_of(op), numbers(op)
             if name in KINDS:
                 self._move(op, name, site)
-            if name == "func.call":
-                callee = self.functions[called(op)]
-                self._block(callee.regions[0].blocks[0], site._replace(around=number, call=op, outer=site))
-            elif name in _ENTERED:
+            if name in _ENTERED:
                 self._enter(op, name, number, site)
             if number != skip:
                 self._keep(op, number)
@@ -271,11 +263,12 @@ class Reading:
                 self._block(block, inner, skip=number)
 
     def _keep(self, op: Any, number: Number) -> None:
-        if not numbers(op):
-            return
+        name = name_of(op)
+        if not number or (name in _MOVES and name not in _SUMS and number in self.places):
+            return  # what a later operation asks for
         made = [(typed(value), self.place(value)) for value in op.results if _TENSOR.search(str(value.type))]
         found = self.places.setdefault(number, [])
-        if name_of(op) in (*_ENTERED, "func.call"):  # these have the results of the equation, and nothing else
+        if name in _ENTERED:  # these have the results of the equation, and nothing else
             found.clear()
         found += made
 
@@ -284,8 +277,8 @@ class Reading:
         source, axes = self.before(op, name)
         if math.prod(axis.size for axis in axes) < 2:
             return
-        sums = name in ("sdy.all_reduce", "sdy.reduce_scatter")
-        origin = self._origin(value, site)
+        sums = name in _SUMS
+        origin = self._origin(value, site.count > 1)
         moved = RawMove(
             KINDS[name],
             axes,
@@ -295,8 +288,8 @@ class Reading:
             site.count,
             site.exact,
             site.branch,
-            _maker(value, site),
-            () if sums else self._user(op.results[0], site),
+            _maker(value),
+            () if sums else self._user(op.results[0]),
             origin.unchanging,
             None if origin.sliced else origin.argument,
             origin.argument is not None,
@@ -304,52 +297,35 @@ class Reading:
         )
         self.moves.append(moved)
 
-    def _user(self, value: Any, site: _Site) -> Number:
+    def _user(self, value: Any) -> Number:
         """The first equation that uses a value, behind the changes of its layout, and the slices that a loop takes."""
         for use in value.uses:
             op = operation(use.owner)
-            name, number = name_of(op), numbers(op)
-            found: Number = ()
-            if name == "func.call":
-                callee = self.functions[called(op)].regions[0].blocks[0]
-                inner = site._replace(around=(*site.around, *number), call=op, outer=site)
-                found = self._user(callee.arguments[use.operand_number], inner)
-            elif name == "func.return" and site.outer is not None:
-                found = self._user(site.call.results[use.operand_number], site.outer)
-            elif name in _MOVES or (name in _SLICES and (not number or number[-1] in self.lengths)):
-                found = self._user(op.results[0], site)
+            name, found = name_of(op), numbers(op)
+            if name in _MOVES or (name in _SLICES and (not found or found[-1] in self.lengths)):
+                found = self._user(op.results[0])
             elif name in ("stablehlo.return", "sdy.return"):  # the loop carries it so
-                found = (*site.around, *numbers(operation(op.parent)))
-            elif number:
-                found = (*site.around, *number)
+                found = numbers(operation(op.parent))
             if found:
                 return found
         return ()
 
-    def _origin(self, value: Any, site: _Site) -> _Origin:
-        """Where a value comes from, through copies, slices, loops that keep it, and calls that do no more."""
+    def _origin(self, value: Any, repeats: bool) -> _Origin:
+        """Where a value comes from, through copies, slices, and loops that keep it."""
         here = sliced = unchanging = False  # here: sliced inside of this loop
         while True:
             while (owner := _owner(value)) is not None:
                 name = name_of(owner)
-                if name == "func.call":
-                    *_, last = self.functions[called(owner)].regions[0].blocks[0].operations
-                    site = site._replace(call=owner, outer=site)
-                    value = last.operation.operands[value.result_number]
-                    continue
                 if name not in _COPIES and name not in _SLICES:
                     return _Origin(None, sliced, unchanging)
                 here = here or name in ("stablehlo.dynamic_slice", "stablehlo.slice")
                 value = owner.operands[value.result_number if name == "stablehlo.optimization_barrier" else 0]
             op, number, sliced = _parent(value), value.arg_number, sliced or here
-            if name_of(op) == "func.func" and site.outer is None:
-                return _Origin(number - self.first if number >= self.first else None, sliced, unchanging)
             if name_of(op) == "func.func":
-                value, site = site.call.operands[number], site.outer
-            elif name_of(op) == "stablehlo.while" and _is_kept(value):
-                unchanging, here, value = unchanging or (not here and site.count > 1), False, op.operands[number]
-            else:
+                return _Origin(number - self.first if number >= self.first else None, sliced, unchanging)
+            if name_of(op) != "stablehlo.while" or not _is_kept(value):
                 return _Origin(None, sliced, unchanging)
+            unchanging, here, value = unchanging or (not here and repeats), False, op.operands[number]
 
     def _is_sliced(self, value: Any, axes: Sequence[Axis]) -> bool:
         """Whether all that uses a value keeps a slice along these axes."""
@@ -417,25 +393,16 @@ def _owner(value: Any) -> Any:
     return None if hasattr(value.owner, "operations") else operation(value.owner)
 
 
-def called(op: Any) -> str:
-    """The name of the function that a call calls."""
-    return str(op.attributes["callee"]).lstrip("@").strip('"')
-
-
-def _maker(value: Any, site: _Site) -> Number:
+def _maker(value: Any) -> Number:
     """The equation that gives a value, behind the changes of its layout; outside of a loop what the loop is given."""
     owner = _owner(value)
     while owner is not None and name_of(owner) in _MOVES:
         value = owner.operands[0]
         owner = _owner(value)
     if owner is not None:
-        return (*site.around, *numbers(owner))
+        return numbers(owner)
     op, number = _parent(value), value.arg_number
-    if name_of(op) == "func.func" and site.outer is not None:
-        return _maker(site.call.operands[number], site.outer)
-    if name_of(op) == "stablehlo.while" and _is_kept(value):
-        return _maker(op.operands[number], site)
-    return ()
+    return _maker(op.operands[number]) if name_of(op) == "stablehlo.while" and _is_kept(value) else ()
 
 
 _SLICES = ("stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert", "stablehlo.slice")
