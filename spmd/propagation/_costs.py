@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jax.sharding import NamedSharding, PartitionSpec
@@ -53,6 +53,7 @@ class Constraint:
     value: str
     text: str
     bytes: int
+    ask: Any = field(repr=False, compare=False, default=None)
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Cost:
     """Moves that a program may do without.
 
     Attributes:
-      kind: "loop", a loop moves in each round what does not change; "weight", the same of an argument; "activation", a
-        value that was computed is gathered.
+      kind: "loop", a loop moves in each round what does not change; "weight", the same of an argument; "beside", it moves
+        what changes beside what does not; "activation", a value that was computed is gathered.
       move: The first of them.
       count: How many moves there are like it.
       bytes: What one device sends for all of them in one call.
@@ -98,6 +99,7 @@ class Cost:
 _SAID = {
     "loop": "in each round a loop moves what does not change",
     "weight": "in each round a loop moves an argument that does not change",
+    "beside": "in each round a loop moves what changes, and not what does not change beside it",
     "activation": "what was computed is gathered",
 }
 
@@ -118,12 +120,24 @@ def costs_of(plan: Plan) -> tuple[Cost, ...]:
     return tuple(costs)
 
 
+def least(plan: Plan) -> Plan:
+    """The plan with constraints of its costs, as long as a kernel of it sends less. Where all that uses a sum keeps a
+    slice, a kernel scatters it, and sends half."""
+    sent = lambda one: sum(move.total_bytes // (2 if move.raw.scatters else 1) for move in one.moves)
+    best = plan
+    for constraint in [one.constraint for one in plan.costs if one.constraint is not None]:
+        best = min(best, with_asks(best, [constraint.ask]), key=sent)
+    return best if best is plan else least(best)
+
+
 def _kind(move: Move, data: frozenset[str]) -> str:
     raw = move.raw
     if move.asked or move.kind not in ("all_gather", "all_to_all", "ppermute"):
         return ""
     if raw.unchanging:
         return "weight" if raw.part else "loop"
+    if raw.beside:
+        return "beside"
     of_data = not data.isdisjoint(axis.name for axis in raw.axes)
     return "activation" if move.kind == "all_gather" and not raw.part and of_data else ""
 
@@ -153,41 +167,50 @@ def _tried(plan: Plan, kind: str, move: Move) -> Constraint | None:
     """The best of the constraints, if it sends less than none."""
     best, least = None, plan.total_bytes
     for ask in itertools.islice(_asks(plan, kind, move), _TRIES):
-        try:
-            sent = _with(plan, ask).total_bytes
-        except ValueError:  # JAX divides evenly only
-            continue
+        sent = with_asks(plan, [ask]).total_bytes
         if sent < least:
             best, least = ask, sent
     return None if best is None else _said(plan, best, least)
 
 
-def _with(plan: Plan, ask: _Ask) -> Plan:
-    """The plan of the program with a constraint."""
-    spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
-    sharding = NamedSharding(plan.traced.mesh, spec)
-    if ask.input is not None:
-        return plan.again(inputs={ask.input: sharding})
-    target = plan.traced.equations[ask.number[-1]]
-    return plan.again(lambda eqn: {ask.result: sharding} if eqn is target else {})
+def with_asks(plan: Plan, asks: Sequence[_Ask]) -> Plan:
+    """The plan of the program with constraints; the plan itself where they divide unevenly, which JAX does not."""
+    inputs: dict[int, Any] = {}
+    results: dict[int, dict[int, Any]] = {}
+    for ask in asks:
+        spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
+        sharding = NamedSharding(plan.traced.mesh, spec)
+        if ask.input is not None:
+            inputs[ask.input] = sharding
+        else:
+            results.setdefault(id(plan.traced.equations[ask.number[-1]]), {})[ask.result] = sharding
+    try:
+        return plan.again(lambda eqn: results.get(id(eqn), {}), inputs)
+    except ValueError:
+        return plan
 
 
 def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
     raw, shape = move.raw, move.shape
+    for one in raw.beside:
+        yield from _ask(plan, one.argument, one.maker, one.dims, one.shape)
     if any(axis.text != axis.name for dims in (raw.source.dims, raw.target.dims) for axes in dims for axis in axes):
         return  # no string says a part of an axis
     layouts = [*([raw.target.dims] if kind != "activation" else []), *_elsewhere(move), raw.target.dims]
     for dims in dict.fromkeys(layouts):
-        if raw.argument is not None:
-            yield _Ask(dims, shape, input=raw.argument)
-        elif (result := _result(plan, raw.maker, shape)) is not None:
-            yield _Ask(dims, shape, number=raw.maker, result=result)
+        yield from _ask(plan, raw.argument, raw.maker, dims, shape)
     for number in (raw.user, raw.maker):
-        if (result := _result(plan, number, shape)) is not None:
-            yield _Ask(raw.source.dims, shape, number=number, result=result)
+        yield from _ask(plan, None, number, raw.source.dims, shape)
     for other in plan.moves:  # what the backward pass moves, the forward pass may have moved on the same line
         if move.phase == "backward" and other.phase == "forward" and other.where == move.where:
             yield from _asks(plan, "activation", other)
+
+
+def _ask(plan: Plan, argument: int | None, maker: Number, dims: Dims, shape: tuple[int, ...]) -> Iterator[_Ask]:
+    if argument is not None:
+        yield _Ask(dims, shape, input=argument)
+    elif (result := _result(plan, maker, shape)) is not None:
+        yield _Ask(dims, shape, number=maker, result=result)
 
 
 def _elsewhere(move: Move) -> Iterator[Dims]:
@@ -230,7 +253,7 @@ def _said(plan: Plan, ask: _Ask, sent: int) -> Constraint:
         name, line = "x", short_line(line_of(eqn, callers))
         value = f"what {eqn.params.get('name', eqn.primitive.name)} gives" + (f" at {line}" if line else "")
     text = f'jax.lax.with_sharding_constraint({name}, spmd.Layout("{layout}").sharding(mesh))'
-    return Constraint(layout, value, text, sent)
+    return Constraint(layout, value, text, sent, ask)
 
 
 def _labels(plan: Plan, ask: _Ask) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,6 +102,22 @@ class Typed(NamedTuple):
         return self.width * math.prod(self.local_shape(place))
 
 
+class Beside(NamedTuple):
+    """An operand that no round of a loop changes, of an operation that another operand is moved for.
+
+    Attributes:
+      argument: The number of the program's input that it is; None for what was computed.
+      maker: The equation that gives it.
+      dims: How it would lie, were it whole where the other is moved.
+      shape: Its whole shape.
+    """
+
+    argument: int | None
+    maker: Number
+    dims: Dims
+    shape: tuple[int, ...]
+
+
 @dataclass(frozen=True)
 class RawMove:
     """A change of layout as it stands in the module.
@@ -121,6 +137,7 @@ class RawMove:
       argument: The number of the program's input that is moved, through nothing but copies; None for other values.
       part: Whether it is a slice of an input, such as the weights of one layer.
       scatters: Whether all that uses a sum keeps a slice along the same axes.
+      beside: What lies beside it in the operation that needs it so, and does not change.
     """
 
     kind: str
@@ -137,6 +154,7 @@ class RawMove:
     argument: int | None = None
     part: bool = False
     scatters: bool = False
+    beside: tuple[Beside, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -279,6 +297,7 @@ class Reading:
             return
         sums = name in _SUMS
         origin = self._origin(value, site.count > 1)
+        user = None if sums else self._user(op.results[0])
         moved = RawMove(
             KINDS[name],
             axes,
@@ -289,26 +308,35 @@ class Reading:
             site.exact,
             site.branch,
             _maker(value),
-            () if sums else self._user(op.results[0]),
+            () if user is None else numbers(user),
             origin.unchanging,
             None if origin.sliced else origin.argument,
             origin.argument is not None,
             sums and self._is_sliced(op.results[0], axes),
+            () if user is None or site.count < 2 else tuple(self._beside(user, axes)),
         )
         self.moves.append(moved)
 
-    def _user(self, value: Any) -> Number:
-        """The first equation that uses a value, behind the changes of its layout, and the slices that a loop takes."""
+    def _user(self, value: Any) -> Any:
+        """What first uses a value, behind the changes of its layout, and the slices that a loop takes."""
         for use in value.uses:
             op = operation(use.owner)
-            name, found = name_of(op), numbers(op)
-            if name in _MOVES or (name in _SLICES and (not found or found[-1] in self.lengths)):
-                found = self._user(op.results[0])
+            name, number = name_of(op), numbers(op)
+            if name in _MOVES or (name in _SLICES and (not number or number[-1] in self.lengths)):
+                op = self._user(op.results[0])
             elif name in ("stablehlo.return", "sdy.return"):  # the loop carries it so
-                found = numbers(operation(op.parent))
-            if found:
-                return found
-        return ()
+                op = operation(op.parent)
+            if op is not None and numbers(op):
+                return op
+        return None
+
+    def _beside(self, user: Any, axes: Sequence[Axis]) -> Iterator[Beside]:
+        """The operands of an operation that no round changes, that are no slices, and that these axes divide."""
+        for value in user.operands:
+            origin, dims = self._origin(value, True), self.place(value).dims
+            whole = tuple(tuple(axis for axis in one if axis not in axes) for one in dims)
+            if origin.unchanging and not origin.sliced and whole != dims:
+                yield Beside(origin.argument, _maker(value), whole, typed(value).shape)
 
     def _origin(self, value: Any, repeats: bool) -> _Origin:
         """Where a value comes from, through copies, slices, and loops that keep it."""

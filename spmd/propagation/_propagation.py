@@ -23,7 +23,7 @@ from spmd.inspect._collectives import axes_text, counts_by_kind
 from spmd.inspect._program import check_mesh, meshes_of_jaxpr
 from spmd.language import Layout
 from spmd.mesh import sizes_for
-from spmd.propagation._costs import Cost, costs_of
+from spmd.propagation._costs import Cost, costs_of, least
 from spmd.propagation._freeze import frozen, parameters_of
 from spmd.propagation._module import Reading
 from spmd.propagation._moves import Move, Reader
@@ -73,10 +73,17 @@ class Propagation:
       ({'psum': 1}, 'psum("d {U:dp} -> d")')
     """
 
-    def __init__(self, traced: Traced, layouts: Sequence[Layout | None], **how: Any) -> None:
+    def __init__(
+        self,
+        traced: Traced,
+        layouts: Sequence[Layout | None],
+        constrain: Constrain = lambda eqn: {},
+        inputs: Mapping[int, Any] | None = None,
+    ) -> None:
         self.name, self.traced = traced.name, traced
         self.mesh: dict[str, int] = sizes_for(traced.mesh, "propagate(..., mesh=...)")
-        module = traced.module(**how)
+        self._asked = constrain, inputs or {}
+        module = traced.module(*self._asked)
         lengths = {i: eqn.params["length"] for i, eqn in enumerate(traced.equations) if "length" in eqn.params}
         self.reading = Reading(self.mesh, lengths).read(module, len(traced.given))
         self.names = names_of(traced.jaxpr, self.mesh, layouts)
@@ -88,7 +95,9 @@ class Propagation:
 
     def again(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Propagation:
         """The plan of the same program with more constraints. It is not traced again."""
-        return Propagation(self.traced, self.layouts, constrain=constrain, inputs=inputs)
+        before, known = self._asked
+        both = lambda eqn: {**before(eqn), **constrain(eqn)}
+        return Propagation(self.traced, self.layouts, both, {**known, **(inputs or {})})
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -193,13 +202,17 @@ class Propagation:
               return spmd.einsum(jnp.tanh(x), w, "b/dp d/tp, d/tp f -> b/dp f")
           <BLANKLINE>
         """
-        if self.open:
-            rule = f"{self.open[0]}."
-            raise SpmdError(rule, call="freeze()", advice="a constraint that gathers the dimension before it")
         body = opened(self.traced.jaxpr)[0]
         labels = [self.names.known[var] for var in body.invars]
         text = name or (self.name if self.name.isidentifier() and self.name != "<lambda>" else "frozen")
-        return frozen(self.reading, text, list(parameters_of(self.traced.parameters)), labels)
+        parameters = list(parameters_of(self.traced.parameters))
+        if self.open:
+            rule = f"{self.open[0]}."
+            raise SpmdError(rule, call="freeze()", advice="a constraint that gathers the dimension before it")
+        try:
+            return frozen(least(self).reading, text, parameters, labels)
+        except SpmdError:  # the layouts of a constraint may be harder to write
+            return frozen(self.reading, text, parameters, labels)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
