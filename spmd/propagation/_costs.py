@@ -177,14 +177,14 @@ def with_asks(plan: Plan, asks: Sequence[_Ask]) -> Plan:
     """The plan of the program with constraints; the plan itself where they divide unevenly, which JAX does not."""
     inputs: dict[int, Any] = {}
     results: dict[int, dict[int, Any]] = {}
-    for ask in asks:
-        spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
-        sharding = NamedSharding(plan.traced.mesh, spec)
-        if ask.input is not None:
-            inputs[ask.input] = sharding
-        else:
-            results.setdefault(id(plan.traced.equations[ask.number[-1]]), {})[ask.result] = sharding
     try:
+        for ask in asks:
+            spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
+            sharding = NamedSharding(plan.traced.mesh, spec)
+            if ask.input is not None:
+                inputs[ask.input] = sharding
+            else:
+                results.setdefault(id(plan.traced.equations[ask.number[-1]]), {})[ask.result] = sharding
         return plan.again(lambda eqn: results.get(id(eqn), {}), inputs)
     except ValueError:
         return plan
@@ -216,8 +216,7 @@ def _ask(plan: Plan, argument: int | None, maker: Number, dims: Dims, shape: tup
 def _elsewhere(move: Move) -> Iterator[Dims]:
     """The layouts in which the axes that are gathered divide another dimension."""
     source, target = move.raw.source.dims, move.raw.target.dims
-    pairs = zip(source, target, strict=True)
-    gone = [axis for before, behind in pairs for axis in before if axis not in behind]
+    gone = [axis for axis in itertools.chain(*source) if axis not in itertools.chain(*target)]
     for i, size in enumerate(move.shape):
         if target[i] != source[i]:
             continue

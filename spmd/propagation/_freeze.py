@@ -70,14 +70,19 @@ class Writer:
     Attributes:
       reading: What the module says.
       sizes: Whole sizes of all names.
+      functions: The lines of the kernel, and of the functions in it that are being written.
       loops: Whether there are loops, whose carries have one type: copies are equal by it, then.
+      waiting: Values that are terms of a sum over these axes, which is done after a loop.
+      branch: The number of the functions around the innermost branch, which nothing is moved out of.
     """
 
     reading: Reading
-    lines: list[str] = field(default_factory=list)
+    functions: list[list[str]] = field(default_factory=lambda: [[]])
     sizes: dict[str, int] = field(default_factory=dict)
     known: dict[Any, Made] = field(default_factory=dict)
     loops: bool = False
+    waiting: dict[Any, tuple[Axis, ...]] = field(default_factory=dict)
+    branch: int = 0
 
     def __post_init__(self) -> None:
         self.fresh = (f"v{i}" for i in itertools.count(1))
@@ -108,26 +113,35 @@ class Writer:
 
     # --- values -------------------------------------------------------------------------------------------
 
+    @property
+    def lines(self) -> list[str]:
+        return self.functions[-1]
+
+    def place(self, value: Any) -> Place:
+        """How a value lies in the kernel."""
+        found = self.reading.place(value)
+        return found._replace(partial=(*found.partial, *self.waiting.get(value, ())))
+
     def get(self, value: Any) -> Made:
         return self.known[value]
 
     def array(self, value: Any) -> Made:
         """A value as an array, also where it is the same number everywhere."""
-        made, kind, place = self.get(value), typed(value), self.reading.place(value)
+        made, kind, place = self.get(value), typed(value), self.place(value)
         if not made.number:
             return made
         text = f"jnp.full({kind.local_shape(place)}, {bare(made.text)}, {dtype_text(kind.dtype)})"
         return Made(text, tuple(map(self.named, kind.shape)), place)
 
-    def put(self, value: Any, made: Made, *, inline: bool = False) -> None:
-        """Keep a value: as an expression where one other alone uses it, else under a name."""
+    def put(self, value: Any, made: Made, *, inline: bool = False, level: int | None = None) -> None:
+        """Keep a value: as an expression where one other alone uses it, else under a name, in the function of a level."""
         uses = sum(1 for _ in value.uses)
         if made.number or made.text.isidentifier() or (inline and uses < 2 and len(made.text) < _WIDTH // 2):
             self.known[value] = made
             return
-        name = next(self.fresh)
-        self.lines.append(f"{name} = {bare(made.text)}")
-        self.known[value] = made._replace(text=name, whole="")
+        name, level = next(self.fresh), len(self.functions) - 1 if level is None else level
+        self.functions[level].append(f"{name} = {bare(made.text)}")
+        self.known[value] = made._replace(text=name, whole="", level=level)
 
     def block(self, block: Any) -> list[Any]:
         """Write the operations of a block. Returns the values that it gives back."""
@@ -153,16 +167,19 @@ class Writer:
         else:
             self.fail(name.replace("stablehlo.", "an operation "))
         if name not in ("stablehlo.while", "stablehlo.case"):
-            self._vary(op, name)
+            self._note(op, name)
 
-    def _vary(self, op: Any, name: str) -> None:
-        """Note along which axes results differ by JAX's type: along those of the operands, or of a verb's layout."""
+    def _note(self, op: Any, name: str) -> None:
+        """Note along which axes results differ by JAX's type: along those of the operands, or of a verb's layout; and
+        where an expression can stand."""
         places = name in KINDS or name in ("sdy.all_slice", "stablehlo.iota")
-        operands = [self.known[value].varies for value in op.operands if value in self.known]
+        operands = [self.known[value] for value in op.operands if value in self.known]
+        level = max((one.level for one in operands), default=0)
         for result in op.results:
             made = self.known[result]
-            varies = axes_of(made.place) if places else frozenset().union(*operands)
-            self.known[result] = made._replace(varies=varies)
+            varies = axes_of(made.place) if places else frozenset().union(*(one.varies for one in operands))
+            named = made.text.isidentifier() and not any(made.text == one.text for one in operands)
+            self.known[result] = made._replace(varies=varies, level=made.level if named else level)
 
     def _elementwise(self, op: Any, text: Callable[..., str]) -> None:
         operands = [self.get(value) for value in op.operands]
@@ -171,19 +188,19 @@ class Writer:
         if not arrays:
             self.known[op.results[0]] = Made(result, (), Place(()), number=True)
             return
-        made = Made(result, arrays[0].names, self.reading.place(op.results[0]))
+        made = Made(result, arrays[0].names, self.place(op.results[0]))
         self.put(op.results[0], made, inline=True)
 
     def local(self, op: Any) -> tuple[int, ...]:
         """The shape of one device's block of the result."""
-        return typed(op.results[0]).local_shape(self.reading.place(op.results[0]))
+        return typed(op.results[0]).local_shape(self.place(op.results[0]))
 
     # --- communication ------------------------------------------------------------------------------------
 
     def _moved(self, op: Any, name: str) -> None:
-        made, target = self.array(op.operands[0]), self.reading.place(op.results[0])
+        made, target = self.array(op.operands[0]), self.place(op.results[0])
         if name == "sdy.all_reduce" and made.whole:  # the product or the reduction sums by itself
-            scattered = self._scattered(op, target)
+            scattered = None if op.results[0] in self.waiting else self._scattered(op, target)
             place = scattered or target
             text = made.whole.replace("RESULT", self.layout(made.names, place))
             self.put(op.results[0], Made(text, made.names, place))
@@ -198,12 +215,12 @@ class Writer:
         pattern = f"{self.layout(made.names, source)} -> {self.layout(made.names, target)}"
         to = ', to="invarying"' if self.loops and verb in ("all_gather", "relayout") else ""
         text = f'spmd.{verb}({bare(made.text)}, "{pattern}"{to})'
-        self.put(op.results[0], Made(text, made.names, target))
+        self.put(op.results[0], Made(text, made.names, target), level=max(made.level, self.branch))
 
     def _scattered(self, op: Any, target: Place) -> Place | None:
         """Where a sum lies of which all that follows keeps one slice: then it is scattered at once."""
         uses = [operation(use.owner) for use in op.results[0].uses]
-        places = {self.reading.place(one.results[0]) for one in uses if name_of(one) == "sdy.all_slice"}
+        places = {self.place(one.results[0]) for one in uses if name_of(one) == "sdy.all_slice"}
         summed = set(self.reading.before(op, "sdy.all_reduce")[1])
         if len(places) != 1 or any(name_of(one) != "sdy.all_slice" for one in uses):
             return None
@@ -215,7 +232,7 @@ class Writer:
 
     def constant(self, op: Any) -> None:
         result = op.results[0]
-        kind, place, text = typed(result), self.reading.place(result), str(op.attributes["value"])
+        kind, place, text = typed(result), self.place(result), str(op.attributes["value"])
         if found := re.match(r'dense<([^\[\]<>"]*)> : ', text):  # nothing, of an empty array
             self.known[result] = Made(literal(found[1] or "0", kind.dtype), (), Place(()), number=True)
         elif (found := re.match(r"dense<(\[[^<>\"x]*\])> : ", text)) and not axes_of(place):
@@ -234,7 +251,7 @@ class Writer:
         kept = {d: made.names[i] for i, d in enumerate(dims) if given[i] == kind.shape[d]}
         names = tuple(kept[d] if d in kept else self.named(n) for d, n in enumerate(kind.shape))
         text = f"jax.lax.broadcast_in_dim({bare(made.text)}, {self.local(op)}, {tuple(dims)})"
-        self.put(op.results[0], Made(text, names, self.reading.place(op.results[0])))
+        self.put(op.results[0], Made(text, names, self.place(op.results[0])))
 
     def reshape(self, op: Any) -> None:
         made, old, new = self.array(op.operands[0]), typed(op.operands[0]).shape, typed(op.results[0]).shape
@@ -243,13 +260,13 @@ class Writer:
         same = [n for n in old if n != 1] == [n for n in new if n != 1]
         names = tuple(kept[d][0] if same and d in kept else self.named(n) for d, n in enumerate(new))
         text = f"jnp.reshape({bare(made.text)}, {self.local(op)})"
-        self.put(op.results[0], Made(text, names, self.reading.place(op.results[0])), inline=True)
+        self.put(op.results[0], Made(text, names, self.place(op.results[0])), inline=True)
 
     def transpose(self, op: Any) -> None:
         made, dims = self.array(op.operands[0]), integers(op, "permutation")
         names = tuple(made.names[d] for d in dims)
         text = f"jnp.transpose({bare(made.text)}, {tuple(dims)})"
-        self.put(op.results[0], Made(text, names, self.reading.place(op.results[0])), inline=True)
+        self.put(op.results[0], Made(text, names, self.place(op.results[0])), inline=True)
 
     def convert(self, op: Any) -> None:
         dtype = dtype_text(typed(op.results[0]).dtype)
@@ -298,7 +315,7 @@ class Writer:
         """A result that a sum over devices may follow: if it follows at once, the call says both."""
         result = op.results[0]
         uses = [operation(use.owner) for use in result.uses]
-        place = self.reading.place(result)
+        place = self.place(result)
         if lost and [name_of(one) for one in uses] == ["sdy.all_reduce"]:
             self.known[result] = Made(text, names, Place(place.dims, tuple(lost)), whole=whole)
         elif lost:
@@ -323,14 +340,14 @@ class Writer:
         names = (*batch, *dict.fromkeys(rest))
         lost = [axis for d in numbers["lhs_contracting_dimensions"] for axis in x.place.dims[d]]
         operands = f"{self.layout(x.names, x.place)}, {self.layout(tuple(right), w.place)}"
-        result = self.layout(names, Place(self.reading.place(op.results[0]).dims))
+        result = self.layout(names, Place(self.place(op.results[0]).dims))
         start = f"spmd.einsum({bare(x.text)}, {bare(w.text)}, "
         typed_so = _typed_so(op)
         text = f'{start}"{operands} -> {result}"{typed_so})'
         self.partial(op, text, names, f'{start}"{operands} -> RESULT"{typed_so})', lost)
 
     def iota(self, op: Any) -> None:
-        kind, place = typed(op.results[0]), self.reading.place(op.results[0])
+        kind, place = typed(op.results[0]), self.place(op.results[0])
         along = int(str(op.attributes["iota_dimension"]).split()[0])
         names = tuple(map(self.named, kind.shape))
         one = self.layout((names[along],), Place((place.dims[along],)))
@@ -343,14 +360,14 @@ class Writer:
         operands = [self.array(value) for value in op.operands]
         if len(operands) == 1:
             [one] = operands
-            made = Made(f"jnp.sort({bare(one.text)}, axis={along})", one.names, self.reading.place(op.results[0]))
+            made = Made(f"jnp.sort({bare(one.text)}, axis={along})", one.names, self.place(op.results[0]))
             self.put(op.results[0], made)
             return
         texts = ", ".join(bare(one.text) for one in operands)
         made = next(self.fresh)
         self.lines.append(f"{made} = jax.lax.sort(({texts}), dimension={along}, num_keys=1)")
         for i, (result, one) in enumerate(zip(op.results, operands, strict=True)):
-            self.put(result, Made(f"{made}[{i}]", one.names, self.reading.place(result)))
+            self.put(result, Made(f"{made}[{i}]", one.names, self.place(result)))
 
 
 _NUMBERS = (

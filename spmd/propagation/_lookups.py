@@ -229,7 +229,7 @@ def _different(writer: Any, op: Any, names: Sequence[str]) -> list[str]:
 
 
 def _put(writer: Any, op: Any, text: str, names: Sequence[str]) -> None:
-    writer.put(op.results[0], Made(text, tuple(names), writer.reading.place(op.results[0])))
+    writer.put(op.results[0], Made(text, tuple(names), writer.place(op.results[0])))
 
 
 def _zero(writer: Any, value: Any) -> bool:

@@ -8,15 +8,16 @@ from typing import Any, NamedTuple
 
 from spmd._compat import operation_name as name_of
 from spmd.propagation._module import Place, operation, typed
-from spmd.propagation._texts import Made, bare
+from spmd.propagation._sums import Waiting, axes_of_sums
+from spmd.propagation._texts import Made, bare, dtype_text
 
 
 class _Counted(NamedTuple):
     """A loop that counts: which operand does, and how often it runs."""
 
     operand: int
-    start: str
-    limit: str
+    start: int
+    limit: int
 
 
 def loop(writer: Any, op: Any) -> None:
@@ -24,73 +25,104 @@ def loop(writer: Any, op: Any) -> None:
     test, body = (region.blocks[0] for region in op.regions)
     arguments, given = list(body.arguments), list(op.operands)
     *_, last = [operation(one) for one in body.operations]
-    returned = list(last.operands)
-    counted = _counted(writer, op, test, body)
-    same = [i for i, value in enumerate(returned) if value == arguments[i] and _stays(writer, op, i)]
+    counted = _counted(op)
+    same = [i for i, value in enumerate(last.operands) if value == arguments[i] and _stays(writer, op, i)]
     skip = {*same, *([] if counted is None else [counted.operand])}
     carried = [i for i in range(len(given)) if i not in skip]
     for i in same:
         for value in (arguments[i], list(test.arguments)[i], op.results[i]):
             writer.known[value] = writer.get(given[i])
-    starts = [_typed(writer.array(given[i]), writer.reading.place(op.results[i])) for i in carried]
+    for i in carried:
+        _wait(writer, op, i)
+    places = [writer.place(arguments[i]) for i in carried]
+    starts = [_start(writer, given[i], place) for i, place in zip(carried, places, strict=True)]
     name = next(writer.fresh)
     carries = [next(writer.fresh) for _ in carried]
-    index = next(writer.fresh) if counted else ""
-    for i, carry, start in zip(carried, carries, starts, strict=True):
-        place = writer.reading.place(op.results[i])
-        one = Made(carry, start.names, place, varies=axes_of(place))
+    index, level = next(writer.fresh) if counted else "", len(writer.functions)
+    for i, carry, start, place in zip(carried, carries, starts, places, strict=True):
+        one = Made(carry, start.names, place, varies=axes_of(place), level=level)
         for block in (test, body):
             writer.known[list(block.arguments)[i]] = one
     if counted:
-        writer.known[arguments[counted.operand]] = Made(index, (), Place(()), number=True)
+        writer.known[arguments[counted.operand]] = Made(index, (), Place(()), number=True, level=level)
+    inside, results = _inside(writer, body, carried, places)
     parameters = ", ".join([index, "carry"] if counted else ["carry"])
-    inside = _function(writer, f"{name}({parameters})", carries, body, carried, op)
+    lines = _function(f"{name}({parameters})", carries, inside, _tuple([one.text for one in results])[1:-1] or "()")
     if not counted:
-        inside = [*_test(writer, f"{name}_goes_on(carry)", carries, test), *inside]
-    writer.lines += inside
+        tested, [goes_on] = _inside(writer, test, [0], None)
+        lines = [*_function(f"{name}_goes_on(carry)", carries, tested, bare(goes_on.text)), *lines]
     begin = _tuple([one.text for one in starts])
     made = next(writer.fresh)
     call = f"fori_loop({counted.start}, {counted.limit}, {name}" if counted else f"while_loop({name}_goes_on, {name}"
-    writer.lines.append(f"{made} = jax.lax.{call}, {begin})")
-    _given(writer, op, made, carried, [one.names for one in starts])
+    writer.lines.extend([*lines, f"{made} = jax.lax.{call}, {begin})"])
+    _given(writer, op, made, carried, [one.names for one in starts], places)
     if counted:
-        writer.known[op.results[counted.operand]] = Made(counted.limit, (), Place(()), number=True)
+        writer.known[op.results[counted.operand]] = Made(str(counted.limit), (), Place(()), number=True)
 
 
 def branches(writer: Any, op: Any) -> None:
     """`stablehlo.case`, as `switch`. A branch takes what it needs from around it."""
-    index, name = writer.get(op.operands[0]), next(writer.fresh)
+    index, name, around = writer.get(op.operands[0]), next(writer.fresh), writer.branch
     functions = [f"{name}_{number}" for number in range(len(op.regions))]
     names: list[Any] = []
+    these, places = range(len(op.results)), [writer.place(one) for one in op.results]
+    writer.branch = len(writer.functions)
     for function, region in zip(functions, op.regions, strict=True):
-        lines, results = _inside(writer, op, region.blocks[0], range(len(op.results)))
-        texts = _tuple([one.text for one in results])[1:-1] or "()"
-        writer.lines += [f"def {function}():", *(f"    {line}" for line in [*lines, f"return {texts}"])]
+        lines, results = _inside(writer, region.blocks[0], these, places)
+        writer.lines.extend(_function(f"{function}()", [], lines, _tuple([one.text for one in results])[1:-1] or "()"))
         names = [one.names for one in results]
-    made = next(writer.fresh)
+    writer.branch, made = around, next(writer.fresh)
     writer.lines.append(f"{made} = jax.lax.switch({bare(index.text)}, [{', '.join(functions)}])")
-    _given(writer, op, made, range(len(op.results)), names)
+    _given(writer, op, made, these, names, places)
 
 
-def _inside(writer: Any, op: Any, block: Any, these: Sequence[int]) -> tuple[list[str], list[Made]]:
-    """The lines of a block, and its results as these results of the operation lie."""
-    outside, writer.lines = writer.lines, []
+def _inside(
+    writer: Any, block: Any, these: Sequence[int], places: Sequence[Place] | None
+) -> tuple[list[str], list[Made]]:
+    """The lines of a block, and these of its results, as they are to lie."""
+    writer.functions.append([])
     found = writer.block(block)
-    results = []
-    for i, value in zip(these, [found[i] for i in these], strict=True):
-        place, one = writer.reading.place(op.results[i]), writer.array(value)
-        if one.place.dims != place.dims or one.whole:
+    results = [writer.get(found[i]) if places is None else writer.array(found[i]) for i in these]
+    for i, place in enumerate(places or ()):
+        if results[i].place.dims != place.dims or results[i].whole:
             writer.fail("a loop or a branch whose results lie otherwise than what takes their place")
-        results.append(_typed(one, place))
-    inside, writer.lines = writer.lines, outside
-    return inside, results
+        results[i] = _typed(results[i], place)
+    return writer.functions.pop(), results
 
 
-def _given(writer: Any, op: Any, made: str, these: Sequence[int], names: Sequence[Any]) -> None:
-    """The results of an operation are those of a call, which gives one, or a tuple."""
+def _given(
+    writer: Any, op: Any, made: str, these: Sequence[int], names: Sequence[Any], places: Sequence[Place]
+) -> None:
+    """The results of an operation are those of a call, which gives one, or a tuple. Sums that waited are done now."""
     for number, i in enumerate(these):
-        place = writer.reading.place(op.results[i])
-        writer.known[op.results[i]] = Made(f"{made}[{number}]", names[number], place, varies=axes_of(place))
+        place, result, level = writer.place(op.results[i]), op.results[i], len(writer.functions) - 1
+        text = f"{made}[{number}]"
+        if place != places[number]:
+            source, target = (writer.layout(names[number], one) for one in (places[number], place))
+            writer.lines.append(f'{(name := next(writer.fresh))} = spmd.psum({text}, "{source} -> {target}")')
+            text = name
+        writer.known[result] = Made(text, names[number], place, varies=axes_of(place), level=level)
+
+
+def _wait(writer: Any, op: Any, i: int) -> None:
+    """Let sums over devices that are only added up in a carry wait for the end of the loop, if that sends less."""
+    rounds = lambda loop: 1 if (one := _counted(loop)) is None else one.limit - one.start
+    later = None if op.results[i] in writer.waiting else Waiting(rounds).after(op, i)
+    axes = () if later is None else axes_of_sums(later, lambda one: writer.reading.before(one, name_of(one))[1])
+    size = lambda value: typed(value).local_bytes(writer.reading.place(value))
+    if later and axes and size(op.results[i]) < sum(size(one.results[0]) * times for one, times in later.sums):
+        writer.waiting |= dict.fromkeys(later.values, axes)
+
+
+def _start(writer: Any, value: Any, place: Place) -> Made:
+    """What a loop begins with."""
+    if not place.partial:
+        return _typed(writer.array(value), place)
+    kind = typed(value)
+    names = tuple(map(writer.named, kind.shape))
+    sizes = "".join(f", {name}={size}" for name, size in zip(names, kind.shape, strict=True))
+    text = f'spmd.zeros("{writer.layout(names, place)}", {dtype_text(kind.dtype)}{sizes})'
+    return Made(text, names, place, varies=axes_of(place))
 
 
 def _stays(writer: Any, op: Any, i: int) -> bool:
@@ -98,24 +130,15 @@ def _stays(writer: Any, op: Any, i: int) -> bool:
     return made.number or made.place == writer.reading.place(op.results[i])
 
 
-def _function(writer: Any, head: str, carries: list[str], body: Any, carried: list[int], op: Any) -> list[str]:
-    """The lines of a body: it takes the carries, and gives those of the next round."""
-    inside, results = _inside(writer, op, body, carried)
+def _function(head: str, carries: list[str], inside: list[str], returned: str) -> list[str]:
+    """The lines of a function: of a loop, it takes the carries."""
     opened = [f"{_tuple(carries)[1:-1]} = carry"] if carries else []
-    returned = _tuple([one.text for one in results])[1:-1] or "()"
     return [f"def {head}:", *(f"    {line}" for line in [*opened, *inside, f"return {returned}"])]
 
 
-def _test(writer: Any, head: str, carries: list[str], test: Any) -> list[str]:
-    outside, writer.lines = writer.lines, []
-    [goes_on] = writer.block(test)
-    inside, writer.lines = writer.lines, outside
-    opened = [f"{_tuple(carries)[1:-1]} = carry"] if carries else []
-    return [f"def {head}:", *(f"    {line}" for line in [*opened, *inside, f"return {bare(writer.get(goes_on).text)}"])]
-
-
-def _counted(writer: Any, op: Any, test: Any, body: Any) -> _Counted | None:
+def _counted(op: Any) -> _Counted | None:
     """The operand that begins with a number, grows by one, and is compared with a number by the test."""
+    test, body = (region.blocks[0] for region in op.regions)
     *before, last = [operation(one) for one in test.operations]
     compared = [one for one in before if name_of(one) == "stablehlo.compare"]
     if len(compared) != 1 or list(last.operands) != [compared[0].results[0]]:
@@ -126,11 +149,10 @@ def _counted(writer: Any, op: Any, test: Any, body: Any) -> _Counted | None:
         return None
     i = list(test.arguments).index(value)
     *_, ends = [operation(one) for one in body.operations]
-    grown, start, most = list(ends.operands)[i], writer.get(op.operands[i]), _constant(limit)
-    by_one = _grows(grown, list(body.arguments)[i])
-    if not (by_one and start.number and re.fullmatch(r"-?\d+", start.text) and most is not None):
+    start, most = _constant(op.operands[i]), _constant(limit)
+    if start is None or most is None or not _grows(list(ends.operands)[i], list(body.arguments)[i]):
         return None
-    return _Counted(i, start.text, most)
+    return _Counted(i, int(start), int(most))
 
 
 def _grows(value: Any, argument: Any) -> bool:

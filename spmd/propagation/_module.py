@@ -342,7 +342,7 @@ class Reading:
         """Where a value comes from, through copies, slices, and loops that keep it."""
         here = sliced = unchanging = False  # here: sliced inside of this loop
         while True:
-            while (owner := _owner(value)) is not None:
+            while (owner := owner_of(value)) is not None:
                 name = name_of(owner)
                 if name not in _COPIES and name not in _SLICES:
                     return _Origin(None, sliced, unchanging)
@@ -351,7 +351,7 @@ class Reading:
             op, number, sliced = _parent(value), value.arg_number, sliced or here
             if name_of(op) == "func.func":
                 return _Origin(number - self.first if number >= self.first else None, sliced, unchanging)
-            if name_of(op) != "stablehlo.while" or not _is_kept(value):
+            if name_of(op) != "stablehlo.while" or not is_kept(value):
                 return _Origin(None, sliced, unchanging)
             unchanging, here, value = unchanging or (not here and repeats), False, op.operands[number]
 
@@ -416,21 +416,21 @@ def numbers(op: Any) -> Number:
     return tuple(map(int, _NUMBER.findall(location_name(op))))
 
 
-def _owner(value: Any) -> Any:
+def owner_of(value: Any) -> Any:
     """The operation that gives a value; None for the argument of a block."""
     return None if hasattr(value.owner, "operations") else operation(value.owner)
 
 
 def _maker(value: Any) -> Number:
     """The equation that gives a value, behind the changes of its layout; outside of a loop what the loop is given."""
-    owner = _owner(value)
+    owner = owner_of(value)
     while owner is not None and name_of(owner) in _MOVES:
         value = owner.operands[0]
-        owner = _owner(value)
+        owner = owner_of(value)
     if owner is not None:
         return numbers(owner)
     op, number = _parent(value), value.arg_number
-    return _maker(op.operands[number]) if name_of(op) == "stablehlo.while" and _is_kept(value) else ()
+    return _maker(op.operands[number]) if name_of(op) == "stablehlo.while" and is_kept(value) else ()
 
 
 _SLICES = ("stablehlo.dynamic_slice", "stablehlo.reshape", "stablehlo.convert", "stablehlo.slice")
@@ -456,9 +456,9 @@ def _parent(value: Any) -> Any:
     return operation(value.owner.owner)
 
 
-def _is_kept(value: Any) -> bool:
+def is_kept(value: Any) -> bool:
     """Whether a loop gives the argument of its body back as it is."""
     *_, last = value.owner.operations
     operands = last.operation.operands
     given = operands[value.arg_number] if value.arg_number < len(operands) else None
-    return given is not None and _owner(given) is None and given.arg_number == value.arg_number
+    return given is not None and owner_of(given) is None and given.arg_number == value.arg_number

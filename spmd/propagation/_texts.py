@@ -22,6 +22,7 @@ class Made(NamedTuple):
       number: Whether it is one number, for arrays of any shape.
       whole: Of a term of a sum over devices, the call that sums too; RESULT stands for the layout of its result.
       varies: The mesh axes along which it differs by JAX's type, once that is known.
+      level: In how many functions of loops and branches it is made.
     """
 
     text: str
@@ -30,6 +31,7 @@ class Made(NamedTuple):
     number: bool = False
     whole: str = ""
     varies: frozenset[str] = frozenset()
+    level: int = 0
 
 
 def bare(text: str) -> str:
