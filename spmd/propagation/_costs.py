@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd._jaxprs.equations import opened, shape_of
 from spmd._text.units import bytes_text
 from spmd.checker._source import is_transposed, line_of, short_line
-from spmd.propagation._module import Axis, Dims, Number, Place
+from spmd.propagation._module import Dims, Number, Place
 from spmd.propagation._moves import Move
 from spmd.propagation._values import text_of
 
@@ -207,26 +208,22 @@ def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
 
 
 def _ask(plan: Plan, argument: int | None, maker: Number, dims: Dims, shape: tuple[int, ...]) -> Iterator[_Ask]:
-    if argument is not None:
+    if argument is not None and tuple(plan.traced.given[argument].shape) == tuple(shape):
         yield _Ask(dims, shape, input=argument)
     elif (result := _result(plan, maker, shape)) is not None:
         yield _Ask(dims, shape, number=maker, result=result)
 
 
 def _elsewhere(move: Move) -> Iterator[Dims]:
-    """The layouts in which the axes that are gathered divide another dimension."""
+    """The layouts in which the axes that are moved divide another dimension."""
     source, target = move.raw.source.dims, move.raw.target.dims
-    gone = [axis for axis in itertools.chain(*source) if axis not in itertools.chain(*target)]
+    gone = [axis for before, behind in zip(source, target, strict=True) for axis in before if axis not in behind]
+    rest = [tuple(axis for axis in axes if axis not in gone) for axes in target]
     for i, size in enumerate(move.shape):
-        if target[i] != source[i]:
-            continue
-        dims: list[tuple[Axis, ...]] = list(target)
-        dims[i] = (*target[i], *gone)
-        parts = 1
-        for axis in dims[i]:
-            parts *= axis.size
-        if gone and size % parts == 0:
-            yield tuple(dims)
+        axes = (*rest[i], *gone)
+        dims = (*rest[:i], axes, *rest[i + 1 :])
+        if gone and dims not in (source, target) and size % math.prod(axis.size for axis in axes) == 0:
+            yield dims
 
 
 def _result(plan: Plan, number: Number, shape: Sequence[int]) -> int | None:
