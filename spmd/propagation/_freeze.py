@@ -73,6 +73,7 @@ class Writer:
       functions: The lines of the kernel, and of the functions in it that are being written.
       loops: Whether there are loops, whose carries have one type: copies are equal by it, then.
       waiting: Values that are terms of a sum over these axes, which is done after a loop.
+      between: Values on their way to another layout, by parts of mesh axes, with what they were before.
       branch: The number of the functions around the innermost branch, which nothing is moved out of.
     """
 
@@ -82,6 +83,7 @@ class Writer:
     known: dict[Any, Made] = field(default_factory=dict)
     loops: bool = False
     waiting: dict[Any, tuple[Axis, ...]] = field(default_factory=dict)
+    between: dict[Any, Made] = field(default_factory=dict)
     branch: int = 0
 
     def __post_init__(self) -> None:
@@ -98,14 +100,11 @@ class Writer:
 
     def layout(self, names: Names, place: Place) -> str:
         """`b/dp s`."""
-        self._no_parts(place)
+        if _is_part(place):
+            self.fail("a layout over a part of a mesh axis")
         shape = [self.sizes[name] for name in names]
         labels = tuple(((name, size),) for name, size in zip(names, shape, strict=True))
         return text_of(place, labels, shape, self.reading.sizes) or "scalar"
-
-    def _no_parts(self, place: Place) -> None:
-        if any(axis.size != axis.whole for axes in (*place.dims, place.partial) for axis in axes):
-            self.fail("a layout over a part of a mesh axis")
 
     def fail(self, what: str) -> NoReturn:
         rule = f"{what} is not written as a kernel yet."
@@ -123,6 +122,8 @@ class Writer:
         return found._replace(partial=(*found.partial, *self.waiting.get(value, ())))
 
     def get(self, value: Any) -> Made:
+        if value in self.between:
+            self.fail("a layout over a part of a mesh axis")
         return self.known[value]
 
     def array(self, value: Any) -> Made:
@@ -175,7 +176,7 @@ class Writer:
         places = name in KINDS or name in ("sdy.all_slice", "stablehlo.iota")
         operands = [self.known[value] for value in op.operands if value in self.known]
         level = max((one.level for one in operands), default=0)
-        for result in op.results:
+        for result in [one for one in op.results if one not in self.between]:
             made = self.known[result]
             varies = axes_of(made.place) if places else frozenset().union(*(one.varies for one in operands))
             named = made.text.isidentifier() and not any(made.text == one.text for one in operands)
@@ -198,24 +199,29 @@ class Writer:
     # --- communication ------------------------------------------------------------------------------------
 
     def _moved(self, op: Any, name: str) -> None:
-        made, target = self.array(op.operands[0]), self.place(op.results[0])
+        value, result = op.operands[0], op.results[0]
+        target, before = self.place(result), self.between.get(value)
+        made = self.array(value) if before is None else before
         if name == "sdy.all_reduce" and made.whole:  # the product or the reduction sums by itself
-            scattered = None if op.results[0] in self.waiting else self._scattered(op, target)
+            scattered = None if result in self.waiting else self._scattered(op, target)
             place = scattered or target
             text = made.whole.replace("RESULT", self.layout(made.names, place))
-            self.put(op.results[0], Made(text, made.names, place))
+            self.put(result, Made(text, made.names, place))
+            return
+        if _is_part(target):
+            self.between[result] = made
             return
         verb = {"sdy.all_slice": "split", "sdy.collective_permute": "relayout"}.get(name, KINDS.get(name, ""))
-        source = self.reading.before(op, name)[0] if name in KINDS else made.place
+        source = self.reading.before(op, name)[0] if name in KINDS and before is None else made.place
         if (source.dims == target.dims and not source.partial) or made.place == target:
-            self.known[op.results[0]] = made._replace(place=target)
+            self.known[result] = made._replace(place=target)
             return
-        if name == "sdy.all_to_all" and len(self.reading.before(op, name)[1]) > 1:
+        if before is not None or (name == "sdy.all_to_all" and len(self.reading.before(op, name)[1]) > 1):
             verb = "relayout"
         pattern = f"{self.layout(made.names, source)} -> {self.layout(made.names, target)}"
         to = ', to="invarying"' if self.loops and verb in ("all_gather", "relayout") else ""
         text = f'spmd.{verb}({bare(made.text)}, "{pattern}"{to})'
-        self.put(op.results[0], Made(text, made.names, target), level=max(made.level, self.branch))
+        self.put(result, Made(text, made.names, target), level=max(made.level, self.branch))
 
     def _scattered(self, op: Any, target: Place) -> Place | None:
         """Where a sum lies of which all that follows keeps one slice: then it is scattered at once."""
@@ -358,6 +364,7 @@ class Writer:
     def sort(self, op: Any) -> None:
         along = int(str(op.attributes["dimension"]).split()[0])
         operands = [self.array(value) for value in op.operands]
+        _lookups.whole(self, operands[0].place.dims, [along])
         if len(operands) == 1:
             [one] = operands
             made = Made(f"jnp.sort({bare(one.text)}, axis={along})", one.names, self.place(op.results[0]))
@@ -397,6 +404,10 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "stablehlo.case": branches,
     **_lookups.RULES,
 }
+
+
+def _is_part(place: Place) -> bool:
+    return any(axis.size != axis.whole for axes in (*place.dims, place.partial) for axis in axes)
 
 
 def _typed_so(op: Any) -> str:

@@ -30,7 +30,7 @@ def sliced(writer: Any, op: Any) -> None:
     made, old = writer.array(op.operands[0]), typed(op.operands[0]).shape
     starts, limits, strides = (integers(op, name) for name in ("start_indices", "limit_indices", "strides"))
     taken = [n if (a, b, s) == (0, n, 1) else -1 for a, b, s, n in zip(starts, limits, strides, old, strict=True)]
-    _whole(writer, made.place.dims, [d for d, n in enumerate(taken) if n < 0])
+    whole(writer, made.place.dims, [d for d, n in enumerate(taken) if n < 0])
     local = typed(op.operands[0]).local_shape(made.place)
     ends = [local[d] if n >= 0 else limits[d] for d, n in enumerate(taken)]
     text = f"jax.lax.slice({bare(made.text)}, {tuple(starts)}, {tuple(ends)}, {tuple(strides)})"
@@ -42,7 +42,7 @@ def dynamic_slice(writer: Any, op: Any) -> None:
     made, old = writer.array(op.operands[0]), typed(op.operands[0]).shape
     sizes = integers(op, "slice_sizes")
     kept = [size == n for size, n in zip(sizes, old, strict=True)]
-    _whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
+    whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
     local = typed(op.operands[0]).local_shape(made.place)
     shape = tuple(local[d] if one else sizes[d] for d, one in enumerate(kept))
     text = f"jax.lax.dynamic_slice({bare(made.text)}, {_starts(writer, list(op.operands)[1:], kept)}, {shape})"
@@ -54,7 +54,7 @@ def dynamic_update(writer: Any, op: Any) -> None:
     made, part = writer.array(op.operands[0]), writer.array(op.operands[1])
     old, new = typed(op.operands[0]).shape, typed(op.operands[1]).shape
     kept = [size == n for size, n in zip(new, old, strict=True)]
-    _whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
+    whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
     _alike(writer, made.place, part.place)
     starts = _starts(writer, list(op.operands)[2:], kept)
     text = f"jax.lax.dynamic_update_slice({bare(made.text)}, {bare(part.text)}, {starts})"
@@ -66,7 +66,7 @@ def concatenated(writer: Any, op: Any) -> None:
     along = int(str(op.attributes["dimension"]).split()[0])
     parts = [writer.array(value) for value in op.operands]
     for part in parts:
-        _whole(writer, part.place.dims, [along])
+        whole(writer, part.place.dims, [along])
         _alike(writer, parts[0].place, part.place)
     text = f"jnp.concatenate([{', '.join(bare(one.text) for one in parts)}], axis={along})"
     _put(writer, op, text, _renamed(writer, op, parts[0], [d != along for d in range(len(parts[0].names))]))
@@ -76,7 +76,7 @@ def padded(writer: Any, op: Any) -> None:
     """`stablehlo.pad`: more of a dimension, at its ends or between its elements."""
     made, fill = writer.array(op.operands[0]), writer.get(op.operands[1])
     by = list(zip(*(integers(op, name) for name in _PADDING), strict=True))
-    _whole(writer, made.place.dims, [d for d, one in enumerate(by) if one != (0, 0, 0)])
+    whole(writer, made.place.dims, [d for d, one in enumerate(by) if one != (0, 0, 0)])
     value = _number(op, fill)
     text = f"jax.lax.pad({bare(made.text)}, {value}, {tuple(by)})"
     _put(writer, op, text, _renamed(writer, op, made, [one == (0, 0, 0) for one in by]))
@@ -85,7 +85,9 @@ def padded(writer: Any, op: Any) -> None:
 def reversed_(writer: Any, op: Any) -> None:
     """`stablehlo.reverse`."""
     made, along = writer.array(op.operands[0]), integers(op, "dimensions")
-    _whole(writer, made.place.dims, along)
+    if any(made.place.dims[d] for d in along):
+        _put(writer, op, f'spmd.flip({bare(made.text)}, "{_bracketed(writer, made, along)}")', made.names)
+        return
     _put(writer, op, f"jax.lax.rev({bare(made.text)}, {tuple(along)})", made.names)
 
 
@@ -104,7 +106,14 @@ def windowed(writer: Any, op: Any) -> None:
         ends *= 2 * len(made.names)
     padding = list(zip(ends[::2], ends[1::2], strict=True))
     alone = [(*one, *pad) == (1, 1, 1, 1, 0, 0) for *one, pad in zip(*words, padding, strict=True)]
-    _whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
+    [along, *more] = [d for d, one in enumerate(alone) if not one] or [0]
+    size, over = typed(op.operands[0]).shape[along], [one[along] for one in words]
+    runs = [(size - 1, 0), (0, size - 1)]  # from the beginning, from the end
+    if made.place.dims[along] and not more and verb == "jax.lax.add" and over == [size, 1, 1, 1] and padding[along] in runs:
+        end = ", reverse=True" if padding[along] == runs[1] else ""
+        _put(writer, op, f'spmd.cumsum({bare(made.text)}, "{_bracketed(writer, made, [along])}"{end})', made.names)
+        return
+    whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
     window, strides, base, dilation = map(tuple, words)
     how = f"{verb}, {window}, {strides}, {padding}, {base}, {dilation}"
     initial = _number(op, start)
@@ -119,6 +128,9 @@ def gathered(writer: Any, op: Any) -> None:
     offset, gone, found = words("offset_dims"), words("collapsed_slice_dims"), words("start_index_map")
     batch, where = words("operand_batching_dims"), words("start_indices_batching_dims")
     sizes, kind = integers(op, "slice_sizes"), typed(op.operands[0])
+    if found == gone and len(gone) == 1 and not batch and made.place.dims[gone[0]]:
+        _taken(writer, op, made, at, gone[0], offset)
+        return
     _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
     local = kind.local_shape(made.place)
     taken = tuple(local[d] if size == kind.shape[d] else size for d, size in enumerate(sizes))
@@ -135,6 +147,28 @@ def gathered(writer: Any, op: Any) -> None:
         else:
             names.append(next(rest))
     _put(writer, op, text, _different(writer, op, names))
+
+
+def _taken(writer: Any, op: Any, made: Made, at: Made, along: int, offset: Sequence[int]) -> None:
+    """A lookup of whole rows in a divided dimension: each device has some of them, and zeros for the others."""
+    kind, ids = typed(op.operands[0]), iter(at.names[:-1])
+    whole(writer, (at.place.dims[-1],), [0])
+    if integers(op, "slice_sizes") != [1 if d == along else n for d, n in enumerate(kind.shape)]:
+        whole(writer, made.place.dims, [along])
+    rows = iter(one for d, one in enumerate(made.names) if d != along)
+    result = typed(op.results[0]).shape
+    lies = _different(writer, op, [next(rows) if d in offset else next(ids) for d in range(len(result))])
+    table, place = list(made.names), writer.place(op.results[0])
+    for one, name in zip([d for d in range(len(table)) if d != along], [lies[d] for d in offset], strict=True):
+        table[one] = name
+    table[along] = writer.named(kind.shape[along])
+    numbers = [lies[d] for d in range(len(lies)) if d not in offset]
+    first = _bracketed(writer, made._replace(names=tuple(table)), [along])
+    second = writer.layout(tuple(numbers), Place(at.place.dims[:-1]))
+    shape = tuple(typed(op.operands[1]).local_shape(at.place)[:-1])
+    number = f"jnp.clip(jnp.reshape({bare(at.text)}, {shape}), 0, {kind.shape[along] - 1})"
+    text = f'spmd.take({bare(made.text)}, {number}, "{first}, {second} -> RESULT")'
+    writer.partial(op, text, tuple(lies), text, list(made.place.dims[along]))
 
 
 def scattered(writer: Any, op: Any) -> None:
@@ -187,16 +221,23 @@ def _indexed(
 ) -> None:
     """Refuse a lookup in a divided dimension, and batches of an array and of its indices that lie otherwise."""
     piece = [d for d in range(len(shape)) if d not in batch and (d in found or sizes[d] != shape[d])]
-    _whole(writer, made.place.dims, piece)
+    whole(writer, made.place.dims, piece)
     if [made.place.dims[d] for d in batch] != [at.place.dims[d] for d in where]:
         writer.fail("a lookup whose batch lies otherwise than its indices")
 
 
-def _whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
+def whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
+    """Refuse what works along divided dimensions."""
     for d in these:
         if dims[d]:
             axes = ", ".join(axis.name for axis in dims[d])
             writer.fail(f"a slice or a lookup along a dimension that {axes} divides")
+
+
+def _bracketed(writer: Any, made: Made, along: Sequence[int]) -> str:
+    """`b [s/cp] d`: the layout of an array, with dimensions in brackets."""
+    parts = writer.layout(made.names, made.place).split()
+    return " ".join(f"[{part}]" if d in along else part for d, part in enumerate(parts))
 
 
 def _number(op: Any, made: Made) -> str:

@@ -206,9 +206,6 @@ class Propagation:
         labels = [self.names.known[var] for var in body.invars]
         text = name or (self.name if self.name.isidentifier() and self.name != "<lambda>" else "frozen")
         parameters = list(parameters_of(self.traced.parameters))
-        if self.open:
-            rule = f"{self.open[0]}."
-            raise SpmdError(rule, call="freeze()", advice="a constraint that gathers the dimension before it")
         try:
             return frozen(least(self).reading, text, parameters, labels)
         except SpmdError:  # the layouts of a constraint may be harder to write
