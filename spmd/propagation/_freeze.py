@@ -98,13 +98,14 @@ class Writer:
         self.sizes[name] = size
         return name
 
-    def layout(self, names: Names, place: Place) -> str:
-        """`b/dp s`."""
+    def layout(self, names: Names, place: Place, along: Sequence[int] = ()) -> str:
+        """`b/dp [s]`: with these dimensions in brackets."""
         if _is_part(place):
             self.fail("a layout over a part of a mesh axis")
         shape = [self.sizes[name] for name in names]
         labels = tuple(((name, size),) for name, size in zip(names, shape, strict=True))
-        return text_of(place, labels, shape, self.reading.sizes) or "scalar"
+        parts = text_of(place, labels, shape, self.reading.sizes).split(" ")
+        return " ".join(f"[{part}]" if d in along else part for d, part in enumerate(parts)) or "scalar"
 
     def fail(self, what: str) -> NoReturn:
         rule = f"{what} is not written as a kernel yet."
@@ -205,7 +206,7 @@ class Writer:
         if name == "sdy.all_reduce" and made.whole:  # the product or the reduction sums by itself
             scattered = None if result in self.waiting else self._scattered(op, target)
             place = scattered or target
-            text = made.whole.replace("RESULT", self.layout(made.names, place))
+            text = made.whole.replace("RESULT", self.layout(made.names, place, made.along))
             self.put(result, Made(text, made.names, place))
             return
         if _is_part(target):
@@ -317,13 +318,15 @@ class Writer:
             whole = f'spmd.reduce({bare(made.text)}, "{source} -> RESULT", "{kind}")'
         self.partial(op, text, names, whole, lost)
 
-    def partial(self, op: Any, text: str, names: Names, whole: str, lost: Sequence[Axis]) -> None:
+    def partial(
+        self, op: Any, text: str, names: Names, whole: str, lost: Sequence[Axis], along: tuple[int, ...] = ()
+    ) -> None:
         """A result that a sum over devices may follow: if it follows at once, the call says both."""
         result = op.results[0]
         uses = [operation(use.owner) for use in result.uses]
         place = self.place(result)
         if lost and [name_of(one) for one in uses] == ["sdy.all_reduce"]:
-            self.known[result] = Made(text, names, Place(place.dims, tuple(lost)), whole=whole)
+            self.known[result] = Made(text, names, Place(place.dims, tuple(lost)), whole=whole, along=along)
         elif lost:
             self.fail("a sum over devices that comes later than the operation")
         else:

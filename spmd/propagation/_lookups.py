@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd._compat import operation_name as name_of
 from spmd.propagation._module import Dims, Place, operation, typed
+from spmd.propagation._sums import is_zero
 from spmd.propagation._texts import Made, bare, dtype_text, integers, numbers_of
 
 _ADDS = {
@@ -86,7 +87,7 @@ def reversed_(writer: Any, op: Any) -> None:
     """`stablehlo.reverse`."""
     made, along = writer.array(op.operands[0]), integers(op, "dimensions")
     if any(made.place.dims[d] for d in along):
-        _put(writer, op, f'spmd.flip({bare(made.text)}, "{_bracketed(writer, made, along)}")', made.names)
+        _put(writer, op, f'spmd.flip({bare(made.text)}, "{writer.layout(made.names, made.place, along)}")', made.names)
         return
     _put(writer, op, f"jax.lax.rev({bare(made.text)}, {tuple(along)})", made.names)
 
@@ -111,7 +112,7 @@ def windowed(writer: Any, op: Any) -> None:
     runs = [(size - 1, 0), (0, size - 1)]  # from the beginning, from the end
     if made.place.dims[along] and not more and verb == "jax.lax.add" and over == [size, 1, 1, 1] and padding[along] in runs:
         end = ", reverse=True" if padding[along] == runs[1] else ""
-        _put(writer, op, f'spmd.cumsum({bare(made.text)}, "{_bracketed(writer, made, [along])}"{end})', made.names)
+        _put(writer, op, f'spmd.cumsum({bare(made.text)}, "{writer.layout(made.names, made.place, [along])}"{end})', made.names)
         return
     whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
     window, strides, base, dilation = map(tuple, words)
@@ -152,7 +153,6 @@ def gathered(writer: Any, op: Any) -> None:
 def _taken(writer: Any, op: Any, made: Made, at: Made, along: int, offset: Sequence[int]) -> None:
     """A lookup of whole rows in a divided dimension: each device has some of them, and zeros for the others."""
     kind, ids = typed(op.operands[0]), iter(at.names[:-1])
-    whole(writer, (at.place.dims[-1],), [0])
     if integers(op, "slice_sizes") != [1 if d == along else n for d, n in enumerate(kind.shape)]:
         whole(writer, made.place.dims, [along])
     rows = iter(one for d, one in enumerate(made.names) if d != along)
@@ -162,9 +162,9 @@ def _taken(writer: Any, op: Any, made: Made, at: Made, along: int, offset: Seque
     for one, name in zip([d for d in range(len(table)) if d != along], [lies[d] for d in offset], strict=True):
         table[one] = name
     table[along] = writer.named(kind.shape[along])
-    numbers = [lies[d] for d in range(len(lies)) if d not in offset]
-    first = _bracketed(writer, made._replace(names=tuple(table)), [along])
-    second = writer.layout(tuple(numbers), Place(at.place.dims[:-1]))
+    numbers = tuple(lies[d] for d in range(len(lies)) if d not in offset)
+    first = writer.layout(tuple(table), made.place, [along])
+    second = writer.layout(numbers, _rows(at))
     shape = tuple(typed(op.operands[1]).local_shape(at.place)[:-1])
     number = f"jnp.clip(jnp.reshape({bare(at.text)}, {shape}), 0, {kind.shape[along] - 1})"
     text = f'spmd.take({bare(made.text)}, {number}, "{first}, {second} -> RESULT")'
@@ -188,22 +188,43 @@ def scattered(writer: Any, op: Any) -> None:
     sizes = [1] * len(kind.shape)
     for d in window:
         sizes[next(left)] = updates[d]
-    _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
     inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
     verb = "scatter" if len(inside) == 1 else _ADDS.get(inside[0], "") if len(inside) == 2 else ""
     if not verb:
         writer.fail("an update by this function")
+    rows = found == gone and len(gone) == 1 and not batch and [*sizes[: gone[0]], *sizes[gone[0] + 1 :]] == [
+        n for d, n in enumerate(kind.shape) if d != gone[0]
+    ]
+    if rows and made.place.dims[gone[0]] and verb == "scatter_add" and is_zero(op.operands[0]):
+        _added(writer, op, at, new, gone[0], window)
+        return
+    _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
     numbers = f"jax.lax.ScatterDimensionNumbers{tuple(map(tuple, (window, gone, found, batch, where)))}"
     given = f"{bare(made.text)}, {bare(at.text)}, {bare(new.text)}, {numbers}"
     text = f'jax.lax.{verb}({given}, mode="fill")'
     over = [d for d in range(len(updates)) if d not in window]
     own = {axis for d in batch for axis in made.place.dims[d]}
     lost = [axis for d in over for axis in new.place.dims[d] if axis not in own]
-    if lost and (verb != "scatter_add" or not _zero(writer, op.operands[0])):
+    if lost and (verb != "scatter_add" or not is_zero(op.operands[0])):
         writer.fail("an update by divided indices that is not a sum from zero")
     marks = ",".join(dict.fromkeys(axis.name for axis in lost))
     source = f"{writer.layout(made.names, Place(made.place.dims))} {{U:{marks}}}"
     writer.partial(op, text, made.names, f'spmd.psum({text}, "{source} -> RESULT")', lost)
+
+
+def _added(writer: Any, op: Any, at: Made, new: Made, along: int, window: Sequence[int]) -> None:
+    """Whole rows that are added to zeros in a divided dimension: each device adds those of its own part."""
+    kind, over = typed(op.operands[0]), [d for d in range(len(new.names)) if d not in window]
+    _alike(writer, Place(at.place.dims[:-1]), Place(tuple(new.place.dims[d] for d in over)))
+    key, names = writer.named(kind.shape[along]), [new.names[d] for d in window]
+    names.insert(along, key)
+    place, lost = writer.place(op.results[0]), [axis for d in over for axis in new.place.dims[d]]
+    rows, numbers = writer.layout(new.names, new.place), writer.layout(tuple(new.names[d] for d in over), _rows(at))
+    ids = f"jnp.reshape({bare(at.text)}, {tuple(typed(op.operands[1]).local_shape(at.place)[:-1])})"
+    start = f'spmd.scatter_add({bare(new.text)}, {ids}, "{rows}, {numbers} -> '
+    end = f'", outside="drop", {key}={kind.shape[along]})'
+    text = f"{start}{writer.layout(tuple(names), Place(place.dims), [along])}{end}"
+    writer.partial(op, text, tuple(names), f"{start}RESULT{end}", lost, (along,))
 
 
 # --- what they have in common -------------------------------------------------------------------------------------
@@ -234,10 +255,9 @@ def whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
             writer.fail(f"a slice or a lookup along a dimension that {axes} divides")
 
 
-def _bracketed(writer: Any, made: Made, along: Sequence[int]) -> str:
-    """`b [s/cp] d`: the layout of an array, with dimensions in brackets."""
-    parts = writer.layout(made.names, made.place).split()
-    return " ".join(f"[{part}]" if d in along else part for d, part in enumerate(parts))
+def _rows(at: Made) -> Place:
+    """How the numbers of rows lie, without the dimension that says which of their indices one is."""
+    return Place(at.place.dims[:-1])
 
 
 def _number(op: Any, made: Made) -> str:
@@ -271,11 +291,6 @@ def _different(writer: Any, op: Any, names: Sequence[str]) -> list[str]:
 
 def _put(writer: Any, op: Any, text: str, names: Sequence[str]) -> None:
     writer.put(op.results[0], Made(text, tuple(names), writer.place(op.results[0])))
-
-
-def _zero(writer: Any, value: Any) -> bool:
-    made = writer.get(value)
-    return made.number and made.text in ("0", "0.0")
 
 
 RULES = {

@@ -21,6 +21,7 @@ class Made(NamedTuple):
       place: How it lies.
       number: Whether it is one number, for arrays of any shape.
       whole: Of a term of a sum over devices, the call that sums too; RESULT stands for the layout of its result.
+      along: The dimensions that this layout has in brackets.
       varies: The mesh axes along which it differs by JAX's type, once that is known.
       level: In how many functions of loops and branches it is made.
     """
@@ -30,6 +31,7 @@ class Made(NamedTuple):
     place: Place
     number: bool = False
     whole: str = ""
+    along: tuple[int, ...] = ()
     varies: frozenset[str] = frozenset()
     level: int = 0
 
