@@ -109,10 +109,9 @@ def windowed(writer: Any, op: Any) -> None:
     alone = [(*one, *pad) == (1, 1, 1, 1, 0, 0) for *one, pad in zip(*words, padding, strict=True)]
     [along, *more] = [d for d, one in enumerate(alone) if not one] or [0]
     size, over = typed(op.operands[0]).shape[along], [one[along] for one in words]
-    runs = [(size - 1, 0), (0, size - 1)]  # from the beginning, from the end
-    if made.place.dims[along] and not more and verb == "jax.lax.add" and over == [size, 1, 1, 1] and padding[along] in runs:
-        end = ", reverse=True" if padding[along] == runs[1] else ""
-        _put(writer, op, f'spmd.cumsum({bare(made.text)}, "{writer.layout(made.names, made.place, [along])}"{end})', made.names)
+    runs = {(size - 1, 0): "", (0, size - 1): ", reverse=True"}  # from the beginning, from the end
+    if not more and over == [size, 1, 1, 1] and padding[along] in runs:
+        _put(writer, op, _running(writer, made, along, verb, runs[padding[along]]), made.names)
         return
     whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
     window, strides, base, dilation = map(tuple, words)
@@ -120,6 +119,15 @@ def windowed(writer: Any, op: Any) -> None:
     initial = _number(op, start)
     text = f"jax.lax.reduce_window({bare(made.text)}, {initial}, {how})"
     _put(writer, op, text, _renamed(writer, op, made, alone))
+
+
+def _running(writer: Any, made: Made, along: int, verb: str, end: str) -> str:
+    """A window that begins or ends with the dimension: a running sum, or the like."""
+    if made.place.dims[along] and verb == "jax.lax.add":
+        return f'spmd.cumsum({bare(made.text)}, "{writer.layout(made.names, made.place, [along])}"{end})'
+    whole(writer, made.place.dims, [along])
+    name = {"jax.lax.add": "sum", "jax.lax.mul": "prod"}.get(verb, verb.removeprefix("jax.lax."))
+    return f"jax.lax.cum{name}({bare(made.text)}, axis={along}{end})"
 
 
 def gathered(writer: Any, op: Any) -> None:
