@@ -62,8 +62,8 @@ class Cost:
     """Moves that a program may do without.
 
     Attributes:
-      kind: "loop", a loop moves in each round what does not change; "weight", the same of an argument; "beside", it moves
-        what changes beside what does not; "activation", a value that was computed is gathered.
+      kind: "loop", a loop moves in each round what does not change; "weight", the same of an argument; "beside", it
+        moves what changes, and not what does not change beside it; "activation", a value that was computed is gathered.
       move: The first of them.
       count: How many moves there are like it.
       bytes: What one device sends for all of them in one call.

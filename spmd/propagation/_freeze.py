@@ -136,7 +136,7 @@ class Writer:
         return Made(text, tuple(map(self.named, kind.shape)), place)
 
     def put(self, value: Any, made: Made, *, inline: bool = False, level: int | None = None) -> None:
-        """Keep a value: as an expression where one other alone uses it, else under a name, in the function of a level."""
+        """Keep a value: as an expression where one other alone uses it, else under a name, in a function around."""
         uses = sum(1 for _ in value.uses)
         if made.number or made.text.isidentifier() or (inline and uses < 2 and len(made.text) < _WIDTH // 2):
             self.known[value] = made

@@ -166,7 +166,7 @@ def _taken(writer: Any, op: Any, made: Made, at: Made, along: int, offset: Seque
     rows = iter(one for d, one in enumerate(made.names) if d != along)
     result = typed(op.results[0]).shape
     lies = _different(writer, op, [next(rows) if d in offset else next(ids) for d in range(len(result))])
-    table, place = list(made.names), writer.place(op.results[0])
+    table = list(made.names)
     for one, name in zip([d for d in range(len(table)) if d != along], [lies[d] for d in offset], strict=True):
         table[one] = name
     table[along] = writer.named(kind.shape[along])
@@ -200,9 +200,12 @@ def scattered(writer: Any, op: Any) -> None:
     verb = "scatter" if len(inside) == 1 else _ADDS.get(inside[0], "") if len(inside) == 2 else ""
     if not verb:
         writer.fail("an update by this function")
-    rows = found == gone and len(gone) == 1 and not batch and [*sizes[: gone[0]], *sizes[gone[0] + 1 :]] == [
-        n for d, n in enumerate(kind.shape) if d != gone[0]
-    ]
+    rows = (
+        found == gone
+        and len(gone) == 1
+        and not batch
+        and [*sizes[: gone[0]], *sizes[gone[0] + 1 :]] == [n for d, n in enumerate(kind.shape) if d != gone[0]]
+    )
     if rows and made.place.dims[gone[0]] and verb == "scatter_add" and is_zero(op.operands[0]):
         _added(writer, op, at, new, gone[0], window)
         return

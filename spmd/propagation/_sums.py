@@ -96,7 +96,11 @@ def is_zero(value: Any) -> bool:
         return name_of(loop) == "stablehlo.while" and is_kept(value) and is_zero(loop.operands[value.arg_number])
     if name_of(op) in ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"):
         return is_zero(op.operands[0])
-    return re.match(r"dense<-?0(\.0+e\+00)?> : ", str(op.attributes["value"])) is not None if "value" in op.attributes else False
+    return (
+        re.match(r"dense<-?0(\.0+e\+00)?> : ", str(op.attributes["value"])) is not None
+        if "value" in op.attributes
+        else False
+    )
 
 
 def _adds(op: Any) -> bool:

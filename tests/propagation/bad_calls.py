@@ -73,6 +73,6 @@ def a_large_constant_to_freeze(mesh):
 
 
 @bad
-def a_cumulative_sum_to_freeze(mesh):
+def a_cumulative_product_to_freeze(mesh):
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
-    spmd.propagate(lambda x: jnp.cumsum(x, 0), x).freeze()
+    spmd.propagate(lambda x: jnp.cumprod(x, 0), x).freeze()

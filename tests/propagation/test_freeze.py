@@ -13,37 +13,24 @@ from spmd.errors import SpmdError
 from spmd.inspect import collectives
 from tests.propagation.frozen import compare, run
 from tests.propagation.programs import PLAIN, drawn, mlp, struct
+from tests.propagation.test_loops import LOOPED
+from tests.sampler import seeds
 
-NAMED = {one.name: one for one in PLAIN}
-FROZEN = [
-    "mlp",
-    "mlp_gradient",
-    "fsdp",
-    "fsdp_gradient",
-    "mlp_sorted",
-    "normed_over_devices",
-    "softmax_over_devices",
-    "attention",
-    "attention_gradient",
-    "total",
-    "readme_mlp",
-    "readme_mlp_gradient",
-    "column_and_row_gradient",
-    "rms_norm_gradient",
-]
+NAMED = {one.name: one for one in PLAIN if one.name not in LOOPED and not one.name.startswith("llama")}
 
 
-@pytest.mark.parametrize("name", FROZEN)
-def test_a_frozen_program_has_the_numbers_and_sends_no_more(mesh, name):
+@pytest.mark.parametrize("name", sorted({*NAMED} - {"shifted"}))
+def test_a_frozen_program_has_the_numbers_and_sends_no_more_than_what_was_compiled(mesh, name):
     sent, auto = compare(NAMED[name], mesh)
     assert sent <= auto
-    if name in ("readme_mlp", "fsdp_gradient", "normed_over_devices"):
+    if name in ("readme_mlp", "fsdp_gradient", "normed_over_devices", "cumulated", "relayout"):
         assert sent < auto
 
 
-@pytest.mark.parametrize("seed", (3, 7, 10, 13))
+@pytest.mark.parametrize("seed", seeds())
 def test_programs_that_are_drawn(mesh, seed):
-    compare(drawn(seed), mesh)
+    sent, auto = compare(drawn(seed), mesh)
+    assert sent <= auto
 
 
 def test_whole_numbers_are_divided_towards_zero(mesh):
@@ -91,8 +78,9 @@ def test_a_kernel_in_auto_mode_is_frozen_with_its_names(mesh):
     [
         (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x.at[1].set(0.0), x), ("b/dp d",), "that dp divides"),
         (lambda x: jnp.fft.fft(x).real, ("b/dp d",), "an operation fft"),
-        (lambda x: jnp.cumsum(x, 0), ("b/dp d",), "cumsum works along a dimension that dp divides"),
-        (lambda t, ids: t[ids], ("v/tp d", "n"), "a lookup along a dimension that tp divides"),
+        (lambda x: jnp.cumprod(x, 0), ("b/dp d",), "that dp divides"),
+        (lambda t, ids: t[:, 1][ids], ("v/tp d", "n"), "a lookup along a dimension that tp divides"),
+        (lambda x: jax.lax.top_k(x, 2)[0], ("b d/tp",), "chlo.top_k"),
     ],
 )
 def test_what_is_not_written_yet(mesh, fn, layouts, told):
