@@ -26,7 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2030,
+    ".": 2060,
     "_cli": 470,
     "_jaxprs": 540,
     "_processes": 220,
@@ -45,7 +45,7 @@ BUDGET = {
     "ops": 4480,
     "parallel": 2660,
     "porting": 970,
-    "propagation": 1860,
+    "propagation": 2000,
     "searcher": 450,
     "testing": 770,
 }

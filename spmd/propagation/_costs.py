@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,22 +21,7 @@ _MOST = 4  # costs for which constraints are tried, the dearest first
 _TRIES = 6  # constraints for each of them
 
 
-class Plan(Protocol):
-    """What is asked of a plan; `Propagation` is one."""
-
-    moves: tuple[Move, ...]
-    reading: Any
-    traced: Any
-    names: Any
-    mesh: Any
-
-    @property
-    def total_bytes(self) -> int: ...
-
-    @property
-    def kept(self) -> Any: ...
-
-    def again(self, constrain: Any = ..., inputs: Any = None) -> Plan: ...
+Plan = Any  # a `Propagation`, which this module stands below
 
 
 @dataclass(frozen=True)

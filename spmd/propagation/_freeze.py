@@ -18,8 +18,10 @@ from spmd.propagation._values import text_of
 
 _WIDTH = 100  # of a line
 
-_UNARY = {
-    **{f"stablehlo.{one}": f"jnp.{one}" for one in ("tanh", "sqrt", "abs", "sign", "floor", "ceil", "tan", "cbrt")},
+# Operations element by element. In brackets, operands keep theirs.
+_SAME_NAMES = ["tanh", "sqrt", "abs", "sign", "floor", "ceil", "tan", "cbrt", "maximum", "minimum", "power"]
+_ELEMENTWISE = {
+    **{f"stablehlo.{one}": f"jnp.{one}" for one in _SAME_NAMES},
     "stablehlo.exponential": "jnp.exp",
     "stablehlo.log": "jnp.log",
     "stablehlo.sine": "jnp.sin",
@@ -33,25 +35,22 @@ _UNARY = {
     "chlo.erf": "jax.lax.erf",
     "chlo.square": "jnp.square",
     "chlo.erfc": "jax.lax.erfc",
-}
-_INFIX = {
-    "stablehlo.add": "+",
-    "stablehlo.subtract": "-",
-    "stablehlo.multiply": "*",
-    "stablehlo.divide": "/",
-    "stablehlo.and": "&",
-    "stablehlo.or": "|",
-    "stablehlo.xor": "^",
-}
-_BINARY = {
-    "stablehlo.maximum": "jnp.maximum",
-    "stablehlo.minimum": "jnp.minimum",
-    "stablehlo.power": "jnp.power",
     "stablehlo.atan2": "jnp.arctan2",
     "stablehlo.remainder": "jnp.fmod",
     "stablehlo.shift_left": "jnp.left_shift",
     "stablehlo.shift_right_arithmetic": "jnp.right_shift",
     "stablehlo.shift_right_logical": "jax.lax.shift_right_logical",
+    "stablehlo.select": "jnp.where",
+    "stablehlo.clamp": "jnp.minimum({2}, jnp.maximum({0}, {1}))",
+    "stablehlo.add": "({} + {})",
+    "stablehlo.subtract": "({} - {})",
+    "stablehlo.multiply": "({} * {})",
+    "stablehlo.divide": "({} / {})",
+    "stablehlo.and": "({} & {})",
+    "stablehlo.or": "({} | {})",
+    "stablehlo.xor": "({} ^ {})",
+    "stablehlo.negate": "(-{})",
+    "stablehlo.not": "(~{})",
 }
 _COMPARED = {"LT": "<", "LE": "<=", "GT": ">", "GE": ">=", "EQ": "==", "NE": "!="}
 _REDUCED = {
@@ -158,14 +157,10 @@ class Writer:
             self._moved(op, name)
         elif name in _RULES:
             _RULES[name](self, op)
-        elif name in _UNARY:
-            self._elementwise(op, lambda x: f"{_UNARY[name]}({bare(x)})")
         elif name == "stablehlo.divide" and typed(op.results[0]).dtype.lstrip("u").startswith("i"):
-            self._elementwise(op, lambda x, y: f"jax.lax.div({bare(x)}, {bare(y)})")  # towards zero
-        elif name in _INFIX:
-            self._elementwise(op, lambda x, y: f"({x} {_INFIX[name]} {y})")
-        elif name in _BINARY:
-            self._elementwise(op, lambda x, y: f"{_BINARY[name]}({bare(x)}, {bare(y)})")
+            self._elementwise(op, "jax.lax.div")  # towards zero
+        elif name in _ELEMENTWISE:
+            self._elementwise(op, _ELEMENTWISE[name])
         else:
             self.fail(name.replace("stablehlo.", "an operation "))
         if name not in ("stablehlo.while", "stablehlo.case"):
@@ -183,10 +178,12 @@ class Writer:
             named = made.text.isidentifier() and not any(made.text == one.text for one in operands)
             self.known[result] = made._replace(varies=varies, level=made.level if named else level)
 
-    def _elementwise(self, op: Any, text: Callable[..., str]) -> None:
+    def _elementwise(self, op: Any, how: str) -> None:
+        """A function of this name, or an expression."""
         operands = [self.get(value) for value in op.operands]
         arrays = [one for one in operands if not one.number]
-        result = text(*(one.text for one in operands))
+        texts = [one.text for one in operands]
+        result = how.format(*texts) if "{" in how else f"{how}({', '.join(map(bare, texts))})"
         if not arrays:
             self.known[op.results[0]] = Made(result, (), Place(()), number=True)
             return
@@ -280,24 +277,12 @@ class Writer:
         if self.get(op.operands[0]).number:
             self.known[op.results[0]] = self.get(op.operands[0])
             return
-        self._elementwise(op, lambda x: f"{x}.astype({dtype})")
+        self._elementwise(op, f"{{}}.astype({dtype})")
 
     def compare(self, op: Any) -> None:
         direction = re.search(r"(LT|LE|GT|GE|EQ|NE)", str(op.attributes["comparison_direction"]))
         sign = _COMPARED[direction[1] if direction else "EQ"]
-        self._elementwise(op, lambda x, y: f"({x} {sign} {y})")
-
-    def select(self, op: Any) -> None:
-        self._elementwise(op, lambda p, x, y: f"jnp.where({bare(p)}, {bare(x)}, {bare(y)})")
-
-    def clamp(self, op: Any) -> None:
-        self._elementwise(op, lambda low, x, high: f"jnp.minimum({bare(high)}, jnp.maximum({bare(low)}, {bare(x)}))")
-
-    def negate(self, op: Any) -> None:
-        self._elementwise(op, lambda x: f"(-{x})")
-
-    def reverse_not(self, op: Any) -> None:
-        self._elementwise(op, lambda x: f"(~{x})")
+        self._elementwise(op, f"({{}} {sign} {{}})")
 
     def same(self, op: Any) -> None:
         for result, operand in zip(op.results, op.operands, strict=True):
@@ -394,10 +379,6 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "stablehlo.transpose": Writer.transpose,
     "stablehlo.convert": Writer.convert,
     "stablehlo.compare": Writer.compare,
-    "stablehlo.select": Writer.select,
-    "stablehlo.clamp": Writer.clamp,
-    "stablehlo.negate": Writer.negate,
-    "stablehlo.not": Writer.reverse_not,
     "stablehlo.optimization_barrier": Writer.same,
     "stablehlo.reduce": Writer.reduce,
     "stablehlo.dot_general": Writer.dot,

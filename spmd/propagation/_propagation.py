@@ -179,8 +179,10 @@ class Propagation:
     def freeze(self, name: str = "") -> str:
         """The plan as an explicit kernel to paste: what each device computes, and a verb where something is sent.
 
-        Where the plan sums over devices and keeps a slice, the kernel scatters the sum, and so sends less. Loops,
-        gathers by index and operations that the plan leaves open are not written yet.
+        It sends what the compiled program sends, or less. Where the plan sums over devices and keeps a slice, the kernel
+        scatters the sum. What no round of a loop changes is moved before it, and a sum over devices that is only added
+        up in a loop is done after it. Constraints that `costs` found are taken. Along divided dimensions, lookups,
+        running sums and flips become verbs; what has none is refused.
 
         Args:
           name: What to call the function; by default as the program.
