@@ -109,7 +109,7 @@ def costs_of(plan: Plan) -> tuple[Cost, ...]:
 def least(plan: Plan) -> Plan:
     """The plan with constraints of its costs, as long as a kernel of it sends less. Where all that uses a sum keeps a
     slice, a kernel scatters it, and sends half."""
-    sent = lambda one: sum(move.total_bytes // (2 if move.raw.scatters else 1) for move in one.moves)
+    sent = lambda one: sum(raw.bytes * raw.count // (2 if raw.scatters else 1) for raw in one.reading.moves)
     best = plan
     for constraint in [one.constraint for one in plan.costs if one.constraint is not None]:
         best = min(best, with_asks(best, [constraint.ask]), key=sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import re
@@ -194,6 +195,7 @@ class Reading:
     block: Any = None  # of the program
     first: int = 0
     module: Any = None
+    _known: dict[str, list[Place]] = field(default_factory=dict)
 
     def axes(self, text: str) -> tuple[Axis, ...]:
         """`"dp", "tp":(1)2` as axes."""
@@ -208,7 +210,9 @@ class Reading:
         return tuple(self.axes(one) for one in re.findall(r"\{([^}]*)\}", text))
 
     def shardings(self, text: str) -> list[Place]:
-        places = []
+        if text in self._known:
+            return self._known[text]
+        places = self._known[text] = []
         for dims, rest in _SHARDING.findall(text):
             partial = _UNREDUCED.search(rest)
             places.append(Place(self.lists(dims), self.axes(partial[1]) if partial else ()))
@@ -403,9 +407,14 @@ def operation(view: Any) -> Any:
 
 def typed(value: Any) -> Typed:
     """The type of a value of the module."""
-    found = _TENSOR.search(str(value.type))
+    return _typed(str(value.type))
+
+
+@functools.lru_cache(1024)
+def _typed(text: str) -> Typed:
+    found = _TENSOR.search(text)
     if found is None:  # a token
-        return Typed((), 0, str(value.type))
+        return Typed((), 0, text)
     shape = tuple(int(n) for n in found[1].split("x") if n)
     bits = sum(int(n) for n in re.findall(r"\d+", found[2].partition("E")[0])) * (2 if "complex" in found[2] else 1)
     return Typed(shape, -(-bits // 8), found[2])

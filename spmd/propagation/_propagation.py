@@ -60,7 +60,6 @@ class Propagation:
     Attributes:
       name: The function's name.
       mesh: Axis sizes.
-      moves: The changes of layout that send something, in the order of the program.
       inputs: How the arguments lie, as layouts.
       results: How the results lie.
 
@@ -79,6 +78,7 @@ class Propagation:
         layouts: Sequence[Layout | None],
         constrain: Constrain = lambda eqn: {},
         inputs: Mapping[int, Any] | None = None,
+        names: Any = None,
     ) -> None:
         self.name, self.traced = traced.name, traced
         self.mesh: dict[str, int] = sizes_for(traced.mesh, "propagate(..., mesh=...)")
@@ -86,18 +86,22 @@ class Propagation:
         module = traced.module(*self._asked)
         lengths = {i: eqn.params["length"] for i, eqn in enumerate(traced.equations) if "length" in eqn.params}
         self.reading = Reading(self.mesh, lengths).read(module, len(traced.given))
-        self.names = names_of(traced.jaxpr, self.mesh, layouts)
-        variables = opened(traced.jaxpr)[0].invars
-        labels = [self.names.known[var] for var in variables]
-        reader = Reader(traced.equations, self.names, self.mesh, labels, variables)
-        self.moves: tuple[Move, ...] = tuple(map(reader.move, self.reading.moves))
+        self.names = names_of(traced.jaxpr, self.mesh, layouts) if names is None else names
         self.layouts = layouts
+
+    @functools.cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """The changes of layout that send something, in the order of the program."""
+        variables = opened(self.traced.jaxpr)[0].invars
+        labels = [self.names.known[var] for var in variables]
+        reader = Reader(self.traced.equations, self.names, self.mesh, labels, variables)
+        return tuple(map(reader.move, self.reading.moves))
 
     def again(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Propagation:
         """The plan of the same program with more constraints. It is not traced again."""
         before, known = self._asked
         both = lambda eqn: {**before(eqn), **constrain(eqn)}
-        return Propagation(self.traced, self.layouts, both, {**known, **(inputs or {})})
+        return Propagation(self.traced, self.layouts, both, {**known, **(inputs or {})}, self.names)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -110,7 +114,7 @@ class Propagation:
     @property
     def total_bytes(self) -> int:
         """Bytes that one device sends in one call."""
-        return sum(one.total_bytes for one in self.moves)
+        return sum(one.bytes * one.count for one in self.reading.moves)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -179,10 +183,10 @@ class Propagation:
     def freeze(self, name: str = "") -> str:
         """The plan as an explicit kernel to paste: what each device computes, and a verb where something is sent.
 
-        It sends what the compiled program sends, or less. Where the plan sums over devices and keeps a slice, the kernel
-        scatters the sum. What no round of a loop changes is moved before it, and a sum over devices that is only added
-        up in a loop is done after it. Constraints that `costs` found are taken. Along divided dimensions, lookups,
-        running sums and flips become verbs; what has none is refused.
+        It is to send what the compiled program sends, or less. Where the plan sums over devices and keeps a slice, the
+        kernel scatters the sum. What no round of a loop changes is moved before it, and a sum over devices that is only
+        added up in a loop is done after it. Constraints that `costs` found are taken. Along divided dimensions,
+        lookups, running sums and flips become verbs; what has none is refused.
 
         Args:
           name: What to call the function; by default as the program.

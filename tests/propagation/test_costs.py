@@ -88,3 +88,14 @@ def test_the_text_says_where_nothing_helps():
         return jax.lax.with_sharding_constraint(jnp.tanh(x), struct(MESH, "b d").sharding)
 
     assert propagate(program, shaped("b/dp d", 16, 32)).costs == ()  # the user asked for it
+
+
+def test_what_is_moved_between_two_dimensions_is_tried_in_a_third():
+    """No layout with one axis twice, which JAX refuses."""
+
+    def program(x):
+        y = x.reshape(4, 16, 32)
+        return jax.lax.scan(lambda total, _: (total + jnp.sort(y, axis=0), None), jnp.zeros_like(y), length=3)[0]
+
+    plan = propagate(program, shaped("b/dp d", 64, 32))
+    assert plan.costs[0].constraint is not None and plan.costs[0].constraint.bytes < plan.total_bytes
