@@ -505,8 +505,10 @@ _FACTORS = "ijklmnopqrst"
 def _rule(op: Any) -> str | None:
     """The rule of an operation that Shardy does not know, because it is not of StableHLO. Most are elementwise."""
     name = operation_name(op)
+    if not name.startswith("chlo."):
+        return None
     shapes = [[int(n) for n in re.findall(r"(\d+)x", str(value.type))] for value in (*op.operands, *op.results)]
-    if not name.startswith("chlo.") or not shapes[0] or len(shapes[0]) > len(_FACTORS) - 1:
+    if not shapes[0] or len(shapes[0]) > len(_FACTORS) - 1:
         return None
     last = len(shapes[0]) - 1
     factors = dict(zip(_FACTORS, shapes[0], strict=False))
