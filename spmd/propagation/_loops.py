@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmd._compat import operation_name as name_of
-from spmd.propagation._module import Place, operation, typed
+from spmd.propagation._module import Place, operation, owner_of, typed
 from spmd.propagation._sums import Waiting, axes_of_sums
 from spmd.propagation._texts import Made, bare, dtype_text
 
@@ -157,20 +157,17 @@ def _counted(op: Any) -> _Counted | None:
 
 def _grows(value: Any, argument: Any) -> bool:
     """Whether a value is the argument and one."""
-    if hasattr(value.owner, "operations"):
-        return False
-    op = operation(value.owner)
-    if name_of(op) != "stablehlo.add" or argument not in list(op.operands):
+    op = owner_of(value)
+    if op is None or name_of(op) != "stablehlo.add" or argument not in list(op.operands):
         return False
     [other] = [one for one in op.operands if one != argument] or [None]
     return other is not None and _constant(other) == "1"
 
 
 def _constant(value: Any) -> str | None:
-    if hasattr(value.owner, "operations"):
-        return None
-    op = operation(value.owner)
-    found = re.match(r"dense<(-?\d+)> : ", str(op.attributes["value"])) if "constant" in name_of(op) else None
+    op = owner_of(value)
+    constant = op is not None and "constant" in name_of(op)
+    found = re.match(r"dense<(-?\d+)> : ", str(op.attributes["value"])) if constant else None
     return found[1] if found and not typed(value).shape else None
 
 
