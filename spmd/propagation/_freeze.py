@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ _WIDTH = 100  # of a line
 
 # Operations element by element. In brackets, operands keep theirs.
 _SAME_NAMES = ["tanh", "sqrt", "abs", "sign", "floor", "ceil", "tan", "cbrt", "maximum", "minimum", "power"]
+_SAME_NAMES += ["real", "imag"]
 _ELEMENTWISE = {
     **{f"stablehlo.{one}": f"jnp.{one}" for one in _SAME_NAMES},
     "stablehlo.exponential": "jnp.exp",
@@ -32,6 +34,12 @@ _ELEMENTWISE = {
     "stablehlo.exponential_minus_one": "jnp.expm1",
     "stablehlo.is_finite": "jnp.isfinite",
     "stablehlo.round_nearest_even": "jnp.round",
+    **{f"chlo.{one}": f"jnp.{one}" for one in ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")},
+    "chlo.next_after": "jnp.nextafter",
+    "stablehlo.round_nearest_afz": "jax.lax.round",
+    "stablehlo.popcnt": "jax.lax.population_count",
+    "stablehlo.count_leading_zeros": "jax.lax.clz",
+    "stablehlo.complex": "jax.lax.complex",
     "chlo.erf": "jax.lax.erf",
     "chlo.square": "jnp.square",
     "chlo.erfc": "jax.lax.erfc",
@@ -55,6 +63,7 @@ _ELEMENTWISE = {
 _COMPARED = {"LT": "<", "LE": "<=", "GT": ">", "GE": ">=", "EQ": "==", "NE": "!="}
 _REDUCED = {
     "stablehlo.add": "sum",
+    "stablehlo.multiply": "prod",
     "stablehlo.maximum": "max",
     "stablehlo.minimum": "min",
     "stablehlo.and": "all",
@@ -102,6 +111,8 @@ class Writer:
         if _is_part(place):
             self.fail("a layout over a part of a mesh axis")
         shape = [self.sizes[name] for name in names]
+        if any(n % math.prod(axis.size for axis in axes) for n, axes in zip(shape, place.dims, strict=False)):
+            self.fail("a dimension that its devices divide unevenly")
         labels = tuple(((name, size),) for name, size in zip(names, shape, strict=True))
         parts = text_of(place, labels, shape, self.reading.sizes).split(" ")
         return " ".join(f"[{part}]" if d in along else part for d, part in enumerate(parts)) or "scalar"
@@ -187,8 +198,11 @@ class Writer:
         if not arrays:
             self.known[op.results[0]] = Made(result, (), Place(()), number=True)
             return
-        made = Made(result, arrays[0].names, self.place(op.results[0]))
-        self.put(op.results[0], made, inline=True)
+        place = self.place(op.results[0])
+        whole = [one for one in arrays if one.names]  # others are numbers that were computed
+        if any(one.place.dims != place.dims for one in whole):
+            self.fail(f"a {name_of(op).partition('.')[2]} of arrays that lie differently")
+        self.put(op.results[0], Made(result, whole[0].names if whole else (), place), inline=True)
 
     def local(self, op: Any) -> tuple[int, ...]:
         """The shape of one device's block of the result."""
@@ -273,11 +287,18 @@ class Writer:
         self.put(op.results[0], Made(text, names, self.place(op.results[0])), inline=True)
 
     def convert(self, op: Any) -> None:
-        dtype = dtype_text(typed(op.results[0]).dtype)
-        if self.get(op.operands[0]).number:
-            self.known[op.results[0]] = self.get(op.operands[0])
+        made, dtype = self.get(op.operands[0]), dtype_text(typed(op.results[0]).dtype)
+        if made.number:  # a number as it is written is one of any floating-point type
+            plain = "float" in dtype and re.fullmatch(r"-?[\d.e+-]+", made.text)
+            self.known[op.results[0]] = made if plain else made._replace(text=f"jnp.asarray({made.text}, {dtype})")
             return
         self._elementwise(op, f"{{}}.astype({dtype})")
+
+    def bits(self, op: Any) -> None:
+        if typed(op.operands[0]).shape != typed(op.results[0]).shape:
+            self.fail("the same bits as another number of elements")
+        dtype = dtype_text(typed(op.results[0]).dtype)
+        self._elementwise(op, f"jax.lax.bitcast_convert_type({{}}, {dtype})")
 
     def compare(self, op: Any) -> None:
         direction = re.search(r"(LT|LE|GT|GE|EQ|NE)", str(op.attributes["comparison_direction"]))
@@ -378,6 +399,7 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "stablehlo.reshape": Writer.reshape,
     "stablehlo.transpose": Writer.transpose,
     "stablehlo.convert": Writer.convert,
+    "stablehlo.bitcast_convert": Writer.bits,
     "stablehlo.compare": Writer.compare,
     "stablehlo.optimization_barrier": Writer.same,
     "stablehlo.reduce": Writer.reduce,

@@ -10,6 +10,7 @@ from spmd.propagation._module import Place
 
 Names = tuple[str, ...]
 _DTYPES = {"f32": "float32", "f64": "float64", "bf16": "bfloat16", "f16": "float16", "i1": "bool"}
+_DTYPES |= {"complex<f32>": "complex64", "complex<f64>": "complex128"}
 
 
 class Made(NamedTuple):
@@ -61,8 +62,8 @@ def literal(text: str, dtype: str) -> str:
         special = {"f32": {0xFF800000: "-jnp.inf", 0x7F800000: "jnp.inf", 0x7FC00000: "jnp.nan"}}.get(dtype, {})
         special |= {0xFF80: "-jnp.inf", 0x7F80: "jnp.inf"} if dtype == "bf16" else {}
         return special.get(bits, "jnp.nan")
-    if dtype.startswith(("i", "ui")):
-        return text
+    if dtype.startswith(("i", "ui")):  # a bare number is an int32 to a function of jax.lax
+        return text if dtype == "i32" else f"jnp.{dtype_text(dtype)[1:-1]}({text})"
     number = float(text)
     return repr(number) if math.isfinite(number) else f"jnp.{number}"
 

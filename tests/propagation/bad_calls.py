@@ -55,6 +55,18 @@ def a_transform_to_freeze(mesh):
 
 
 @bad
+def an_uneven_dimension_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8,), "float32")
+    spmd.propagate(jnp.polyint, x, mesh=mesh, layouts="d/tp").freeze()
+
+
+@bad
+def arrays_that_lie_differently_to_freeze(mesh):
+    structs = [jax.ShapeDtypeStruct((8, 8), "float32")] * 2
+    spmd.propagate(jnp.nextafter, *structs, mesh=mesh, layouts="b/dp d, b d/tp").freeze()
+
+
+@bad
 def a_loop_over_a_divided_dimension_to_freeze(mesh):
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
     spmd.propagate(lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x.at[1].set(0.0), x), x).freeze()

@@ -14,7 +14,7 @@ from spmd.inspect import collectives
 from tests.propagation.frozen import compare, run
 from tests.propagation.programs import PLAIN, drawn, mlp, struct
 from tests.propagation.test_loops import LOOPED
-from tests.sampler import seeds
+from tests.sampler import seeds, share
 
 NAMED = {one.name: one for one in PLAIN if one.name not in LOOPED and not one.name.startswith("llama")}
 
@@ -39,6 +39,55 @@ def test_whole_numbers_are_divided_towards_zero(mesh):
     x = np.arange(-512, 0, dtype="int32").reshape(16, 32) // np.int32(7)
     for want, have in zip(fn(x), frozen(x), strict=True):
         assert np.array_equal(want, have)
+
+
+ONE = ["acos", "acosh", "asinh", "atanh", "cosh", "sinh", "abs", "signbit", "spacing", "frexp", "sort_complex", "round"]
+ONE += [
+    "prod",
+    "nanprod",
+    "cumsum",
+    "mean",
+    "var",
+    "trunc",
+    "nan_to_num",
+    "histogram",
+    "flipud",
+    "cumprod",
+    "ptp",
+    "any",
+]
+TWO = ["divmod", "floor_divide", "nextafter", "copysign", "digitize", "heaviside", "float_power"]
+TWO += ["cov", "logaddexp", "mod", "outer", "isclose", "maximum", "arctan2", "matmul", "kron"]
+
+
+@pytest.mark.parametrize(
+    "name", share([*ONE, *TWO], times=2, always=["histogram", "digitize", "nextafter", "sort_complex"])
+)
+def test_functions_of_jax_numpy(mesh, name):
+    """Each layout is frozen to the same numbers, or refused in a message."""
+    fn, rng = getattr(jnp, name), np.random.default_rng(0)
+    layouts = ["b/dp d/tp", "b d/tp", "b/dp d", "d/tp"]
+    if name in TWO:
+        layouts = ["b/dp d/tp, b/dp d/tp", "b/dp d, b d/tp", "b/dp d, d f/tp", "b/dp d/tp, d/tp", "d/tp, d"]
+    written = 0
+    for layout in layouts:
+        parts = [one.split() for one in layout.split(", ")]
+        values = [rng.uniform(0.1, 0.9, [8] * len(one)).astype("float32") for one in parts]
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            try:
+                wanted = jax.tree.leaves(fn(*values))
+            except (TypeError, ValueError):  # it takes no such arrays
+                continue
+            try:
+                text = propagate(fn, *values, mesh=mesh, layouts=layout).freeze("frozen")
+            except SpmdError:
+                continue
+            got = jax.tree.leaves(run(text, mesh)(*values))
+        written += 1
+        for want, have in zip(wanted, got, strict=True):
+            assert want.shape == have.shape and want.dtype == have.dtype
+            np.testing.assert_allclose(want, have, rtol=1e-4, atol=1e-5)
+    assert written
 
 
 def test_the_text_is_the_kernel(mesh):
