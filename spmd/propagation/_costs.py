@@ -10,6 +10,7 @@ from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec
 
+from spmd._compat import is_typed
 from spmd._jaxprs.equations import opened, shape_of
 from spmd._text.units import bytes_text
 from spmd.checker._source import is_transposed, line_of, short_line
@@ -194,9 +195,13 @@ def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
 
 def _ask(plan: Plan, argument: int | None, maker: Number, dims: Dims, shape: tuple[int, ...]) -> Iterator[_Ask]:
     if argument is not None and tuple(plan.traced.given[argument].shape) == tuple(shape):
-        yield _Ask(dims, shape, input=argument)
+        var, ask = opened(plan.traced.jaxpr)[0].invars[argument], _Ask(dims, shape, input=argument)
     elif (result := _result(plan, maker, shape)) is not None:
-        yield _Ask(dims, shape, number=maker, result=result)
+        var, ask = plan.traced.equations[maker[-1]].outvars[result], _Ask(dims, shape, number=maker, result=result)
+    else:
+        return
+    if not is_typed(var):  # on Explicit axes a constraint asserts what the type says
+        yield ask
 
 
 def _elsewhere(move: Move) -> Iterator[Dims]:

@@ -99,3 +99,12 @@ def test_what_is_moved_between_two_dimensions_is_tried_in_a_third():
 
     plan = propagate(program, shaped("b/dp d", 64, 32))
     assert plan.costs[0].constraint is not None and plan.costs[0].constraint.bytes < plan.total_bytes
+
+
+def test_on_explicit_axes_no_constraint_is_tried():
+    """There a constraint asserts what the type says."""
+    typed = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    of = lambda *spec: jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.NamedSharding(typed, jax.P(*spec)))
+    with jax.set_mesh(typed), jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        plan = propagate(jnp.allclose, of("dp"), of(None, "tp"))
+        assert str(plan) and all(cost.constraint is None for cost in plan.costs)
