@@ -30,20 +30,7 @@ if TYPE_CHECKING:
     from spmd._trees.matching import layouts
     from spmd.accelerators import Hardware, Link, hardware
     from spmd.checker import Finding, Findings, check
-    from spmd.comm import (
-        Plan,
-        Step,
-        all_gather,
-        all_to_all,
-        defer,
-        plan,
-        ppermute,
-        psum,
-        psum_scatter,
-        relayout,
-        shift,
-        split,
-    )
+    from spmd.comm import *
     from spmd.drawing import Picture
     from spmd.errors import (
         CommunicationError,
@@ -62,48 +49,7 @@ if TYPE_CHECKING:
     from spmd.language import AxisMapping, Layout, Pattern
     from spmd.mesh import make_mesh, use_cpu_devices
     from spmd.modes import axis_mapping, mode, scope
-    from spmd.ops import (
-        annotate,
-        argmax,
-        argmin,
-        argsort,
-        assert_equal,
-        axis_index,
-        axis_size,
-        cond,
-        cumsum,
-        custom_vjp,
-        debug_print,
-        einsum,
-        exchange,
-        flip,
-        full,
-        fused,
-        grad,
-        iota,
-        linspace,
-        local,
-        local_size,
-        meanwhile,
-        meshgrid,
-        offset,
-        ones,
-        opaque,
-        per_shard,
-        rearrange,
-        reduce,
-        repeat,
-        roll,
-        scatter_add,
-        size,
-        softmax,
-        sort,
-        take,
-        top_k,
-        typeof,
-        value_and_grad,
-        zeros,
-    )
+    from spmd.ops import *
     from spmd.placement import from_function, from_process_local, init, shard
     from spmd.porting import port
     from spmd.propagation import propagate
