@@ -24,7 +24,7 @@ from spmd.kernels import Kernel, kernel
 from spmd.language import AxisMapping, Layout, WrongRank, axes_tuple, bind, check_axes
 from spmd.mesh import check_alive, check_arguments_alive, made_whole, mesh_for, named_arguments, outside_trace
 from spmd.modes import ambient_mapping, ambient_mode, try_frame
-from spmd.ops import _grids
+from spmd.ops import _sizes
 
 __all__ = ["Init", "from_function", "from_process_local", "init", "shard"]
 
@@ -520,7 +520,7 @@ def from_function(fn: Callable[..., Any], layout: str, /, *, mesh: Any = None, *
         if mesh is not None:
             rule = "inside a kernel the mesh is the kernel's."
             raise MeshError(rule, call="from_function(fn, layout)", advice="leave out mesh=")
-        return _grids.from_function(fn, layout, **names)
+        return _sizes.from_function(fn, layout, **names)
     call = "from_function(fn, layout)"
     if not callable(fn) or not isinstance(layout, (str, Layout)):
         rule = "a function of positions comes first, then the layout, a string."
@@ -544,6 +544,6 @@ def _kernel_of(fn: Any, layout: Any, mesh: Any, mapping: Any, axes: Any, sizes: 
     del cells
 
     def from_function() -> Any:  # the name that messages show
-        return _grids.from_function(fn, layout, **dict(axes), **dict(sizes))
+        return _sizes.from_function(fn, layout, **dict(axes), **dict(sizes))
 
     return kernel(f"-> {layout}", mesh=mesh, mapping=mapping, axes=dict(axes) or None, **dict(sizes))(from_function)

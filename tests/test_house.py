@@ -26,9 +26,9 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2060,
+    ".": 1970,
     "_cli": 470,
-    "_jaxprs": 540,
+    "_jaxprs": 530,
     "_processes": 220,
     "_python": 200,
     "_text": 190,
@@ -39,15 +39,15 @@ BUDGET = {
     "drawing": 300,
     "haliax": 350,
     "inspect": 3660,
-    "kernels": 1850,
+    "kernels": 1840,
     "language": 1520,
     "nn": 990,
-    "ops": 4480,
+    "ops": 4420,
     "parallel": 2660,
-    "porting": 970,
-    "propagation": 2000,
+    "porting": 960,
+    "propagation": 1860,
     "searcher": 450,
-    "testing": 770,
+    "testing": 760,
 }
 SLACK = 50  # lines that a room may be below its budget
 

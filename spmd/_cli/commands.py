@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd._cli.programs import builder, check_names, loaded, maker, program
-from spmd._cli.progress import shown_if_slow
+from spmd._cli.programs import builder, check_names, loaded, maker, program, shown_if_slow
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.environment import forgotten

@@ -20,8 +20,7 @@ from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import CollectiveReport, axes_text, collectives_of_text, counts_by_kind
 from spmd.inspect._hints import Hint, hints_of
-from spmd.inspect._match import Communication, communications, moved_text
-from spmd.inspect._planned import with_plan
+from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Written
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of

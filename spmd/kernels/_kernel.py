@@ -18,10 +18,9 @@ from spmd._trees.leaves import Static, is_array, is_number, kind_of, wrapped
 from spmd._trees.matching import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
 from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, nested
-from spmd.kernels._left import check_left
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
-from spmd.kernels._signature import Signature, read
+from spmd.kernels._signature import Signature, check_left, read
 from spmd.kernels._translate import shorten
 from spmd.language import AxisMapping, Layout, Pattern, mesh_text
 from spmd.mesh import check_mesh, mesh_for

@@ -13,8 +13,7 @@ from spmd.comm._call import Call, open_call
 from spmd.comm._marks import constrain
 from spmd.errors import LayoutError
 from spmd.language import Layout
-from spmd.ops._edges import Edges, read_edges
-from spmd.ops._halo import Margins, margins_of, widened, wider_dims, without_margins
+from spmd.ops._halo import Edges, Margins, margins_of, read_edges, widened, wider_dims, without_margins
 
 T = TypeVar("T")
 

@@ -15,8 +15,7 @@ from spmd.comm._call import Call, To, open_call
 from spmd.comm.resharding import relayout
 from spmd.errors import LayoutError, not_one_of
 from spmd.modes import inner
-from spmd.ops._fft_job import JOINED, cut, job_of, joined, renamed_dims, transposed
-from spmd.ops._fft_route import Job, Stage, route
+from spmd.ops._fft_job import JOINED, Job, Stage, cut, job_of, joined, renamed_dims, route, transposed
 from spmd.ops._fft_walls import TYPES, Wall, factors, in_two_factors, transformed
 from spmd.ops._local import local
 

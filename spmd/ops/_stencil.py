@@ -15,8 +15,7 @@ from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout
 from spmd.modes import inner
 from spmd.ops._along import along
-from spmd.ops._edges import Edges, read_edges
-from spmd.ops._halo import halo, with_margins, without_margins
+from spmd.ops._halo import Edges, halo, read_edges, with_margins, without_margins
 from spmd.ops._local import local
 
 _halo, _local = inner(halo), inner(local)

@@ -16,7 +16,6 @@ from spmd._trees.leaves import not_int
 from spmd.modes import current_frame
 from spmd.parallel._cut import SplitStage
 from spmd.parallel._rematerialize import checked_axes
-from spmd.parallel._ticks import Ticks
 from spmd.parallel.pipelining import (
     Axes,
     Tree,
@@ -28,7 +27,7 @@ from spmd.parallel.pipelining import (
     passed_on,
     without_keys,
 )
-from spmd.parallel.schedule import Order, PipelineSchedule, check_order
+from spmd.parallel.schedule import Order, PipelineSchedule, Ticks, check_order
 
 _CALL = "pipeline_loss(stage, loss, params, head, x, targets, ...)"
 

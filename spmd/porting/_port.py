@@ -21,9 +21,8 @@ from spmd.checker._draws import drawn
 from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
-from spmd.porting._extras import opaques, sizes, starts
 from spmd.porting._file import Edit, File, Mapped, loaded
-from spmd.porting._read import Body, Site, Trace, X, tree_of
+from spmd.porting._read import Body, Site, Trace, X, opaques, sizes, starts, tree_of
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 _OWN = (

@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-from spmd._cli import progress as _progress
-from spmd._cli.progress import shown_if_slow
+from spmd._cli import programs as _progress
+from spmd._cli.programs import shown_if_slow
 
 SLOW = """
 import time

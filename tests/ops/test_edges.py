@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.ops._edges import EDGES, Edge
+from spmd.ops._halo import EDGES, Edge
 
 X = np.arange(12.0, dtype=np.float32).reshape(3, 4) ** 2
 

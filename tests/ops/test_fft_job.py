@@ -10,8 +10,7 @@ import pytest
 
 import spmd
 from spmd.comm._call import open_call
-from spmd.ops._fft_job import _told_apart, job_of, renamed_dims
-from spmd.ops._fft_route import Job
+from spmd.ops._fft_job import Job, _told_apart, job_of, renamed_dims
 from spmd.ops._fft_walls import Wall
 from tests.ops.harness import make_mesh
 

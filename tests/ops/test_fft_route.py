@@ -13,7 +13,7 @@ import pytest
 
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
-from spmd.ops._fft_route import Job, route
+from spmd.ops._fft_job import Job, route
 from tests.sampler import seeds
 
 MESHES = [{"a": 2, "b": 2}, {"a": 2, "b": 4}, {"a": 4}, {"a": 3, "b": 2}]

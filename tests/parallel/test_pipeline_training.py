@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import nn, parallel
-from spmd.parallel._ticks import Tick, Ticks
+from spmd.parallel.schedule import Tick, Ticks
 from tests.conftest import FULL_CASES, case_count
 from tests.sampler import share
 

@@ -6,8 +6,7 @@ import itertools
 
 import pytest
 
-from spmd.parallel._ticks import BACKWARD, FORWARD, LOSS, NOTHING, WEIGHTS, Tick, Ticks
-from spmd.parallel.schedule import PipelineSchedule
+from spmd.parallel.schedule import BACKWARD, FORWARD, LOSS, NOTHING, WEIGHTS, PipelineSchedule, Tick, Ticks
 
 SIZES = list(itertools.product((1, 2, 3, 4), (1, 4, 12)))
 
