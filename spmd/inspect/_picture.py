@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
@@ -15,7 +15,6 @@ from spmd._trees.leaves import kind_of
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.drawing._picture import (
-    Drawing,
     Grid,
     Picture,
     below,
@@ -102,87 +101,72 @@ def visualize(
     """
     what = layout_or_array_or_plan
     if isinstance(what, (str, Layout)):
-        return Picture(_Drawn(_of_text(what, shape, mesh)))
+        return Picture(_of_holdings(_of_text(what, shape, mesh)))
     if (shape is not None or mesh is not None) and (isinstance(what, Plan) or hasattr(what, "sharding")):
         rule = "An array or a plan has a shape and a mesh of its own. Only a layout is given them."
         raise LayoutError(rule, call=_CALL, fix=Fix("visualize"))
     if isinstance(what, Plan):
         return Picture(PlanDrawing(what))
     if isinstance(what, Mesh | AbstractMesh):
-        return Picture(_Devices(of_layout(Layout("scalar"), {}, what, call=_CALL)))
+        return Picture(_of_mesh(what))
     if isinstance(what, jax.core.Tracer):
         return Picture(_of_tracer(what))
-    return Picture(_Drawn(_of_array(what)))
+    return Picture(_of_holdings(_of_array(what)))
 
 
+@dataclass(frozen=True)
 class _Drawn:
-    """A picture of one array."""
+    """A picture: grids, with sentences below the first of them.
 
-    def __init__(self, holdings: Holdings) -> None:
-        self.title, self._holdings = holdings.title, holdings
-        self._about = [holdings.kind, holdings.mesh_text if holdings.mesh else ""]
+    Attributes:
+      title: What is drawn.
+      about: What else the heading says.
+      grids: The grids, those of one list side by side.
+      said: The sentences.
+      subject: What the picture shows, for whoever cannot see it.
+      facts: The same as plain values.
+    """
 
-    def lines(self, width: int) -> list[Line]:
-        drawn, found = self._grids, facts(self._holdings)
-        parts = [grid_lines(drawn[0], width), sentences(found, width), *(grid_lines(rows, width) for rows in drawn[1:])]
-        lines = heading([self.title, *self._about], width)
-        return [*lines, *(line for part in parts if part for line in ([], *part))]
-
-    def svg(self) -> str:
-        head = caption(self.title, ["; ".join(filter(None, self._about))])
-        parts = [head, flow([grid_box(rows) for rows in self._grids]), caption("", facts(self._holdings))]
-        return card(below(parts, 16), f"{self.title}: which device holds what")
-
-    @cached_property
-    def _grids(self) -> list[list[list[Grid]]]:
-        """The blocks, and beside them the devices of the mesh, if there are few enough to list."""
-        holdings, colours = self._holdings, tints(self._holdings)
-        blocks = block_grids(holdings, colours)
-        return [blocks, [[mesh_grid(holdings, colours)]]] if holdings.mesh and not is_summary(holdings) else [blocks]
-
-    def to_dict(self) -> dict[str, Any]:
-        return self._holdings.to_dict()
-
-
-class _Devices:
-    """A picture of a mesh: which device is where, in colours that go along its first axis of several devices."""
-
-    def __init__(self, holdings: Holdings) -> None:
-        self.title, self._holdings = holdings.mesh_text, holdings
+    title: str
+    about: Sequence[str]
+    grids: Sequence[list[list[Grid]]]
+    said: Sequence[str]
+    subject: str
+    facts: dict[str, Any]
 
     def lines(self, width: int) -> list[Line]:
-        return [*heading([self.title], width), [], *grid_lines([[self._grid]], width)]
+        first, *others = [grid_lines(rows, width) for rows in self.grids] or [[]]
+        parts = [heading([self.title, *self.about], width), first, sentences(self.said, width), *others]
+        return [line for part in parts if part for line in ([], *part)][1:]
 
     def svg(self) -> str:
-        return card(below([caption(self.title, []), grid_box([[self._grid]])], 16), self.title)
+        parts = [caption(self.title, ["; ".join(filter(None, self.about))])]
+        parts += [flow([grid_box(rows) for rows in self.grids])] if self.grids else []
+        parts += [caption("", self.said)] if self.said else []
+        return card(below(parts, 16), self.subject)
 
     def to_dict(self) -> dict[str, Any]:
-        held = self._holdings
-        places = (dict(zip(dict(held.mesh), at, strict=True)) for at in held.coordinates)
-        return {"devices": [{"device": d, "coordinates": at} for d, at in zip(held.devices, places, strict=True)]}
-
-    @cached_property
-    def _grid(self) -> Grid:
-        held = self._holdings
-        first = next((place for place, (_, size) in enumerate(held.mesh) if size > 1), 0)
-        colours = {d: at[first] % MOST_DEVICES for d, at in zip(held.devices, held.coordinates, strict=True)}
-        return device_grid(held, colours)
+        return self.facts
 
 
-class _Said:
-    """A sentence, where there is nothing to draw."""
+def _of_holdings(held: Holdings) -> _Drawn:
+    """The blocks, and the devices of the mesh, if there are few enough to list."""
+    colours = tints(held)
+    devices = [[[mesh_grid(held, colours)]]] if held.mesh and not is_summary(held) else []
+    grids = [block_grids(held, colours), *devices]
+    about = [held.kind, held.mesh_text if held.mesh else ""]
+    return _Drawn(held.title, about, grids, facts(held), f"{held.title}: which device holds what", held.to_dict())
 
-    def __init__(self, title: str, sentence: str) -> None:
-        self.title, self._sentence = title, sentence
 
-    def lines(self, width: int) -> list[Line]:
-        return sentences([self.title, self._sentence], width)
-
-    def svg(self) -> str:
-        return card(caption(self.title, [self._sentence]), self.title)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"layout": None, "notes": [self._sentence]}
+def _of_mesh(mesh: Mesh | AbstractMesh) -> _Drawn:
+    """Which device is where, in colours that go along the first axis of several devices."""
+    held = of_layout(Layout("scalar"), {}, mesh, call=_CALL)
+    first = next((place for place, (_, size) in enumerate(held.mesh) if size > 1), 0)
+    places = list(zip(held.devices, held.coordinates, strict=True))
+    grid = device_grid(held, {device: at[first] % MOST_DEVICES for device, at in places})
+    axes = [axis for axis, _ in held.mesh]
+    listed = [{"device": device, "coordinates": dict(zip(axes, at, strict=True))} for device, at in places]
+    return _Drawn(held.mesh_text, [], [[[grid]]], [], held.mesh_text, {"devices": listed})
 
 
 # --- a layout ------------------------------------------------------------------------------------------------
@@ -246,13 +230,13 @@ def _abstract(sizes: Mapping[str, int]) -> AbstractMesh:
 # --- a traced value ------------------------------------------------------------------------------------------
 
 
-def _of_tracer(x: Any) -> Drawing:
+def _of_tracer(x: Any) -> _Drawn:
     call = "visualize(x)"
     frame, known = try_frame(), tag_of(x)
     if frame is None:
-        return _Drawn(_of_typed(x, call))
+        return _of_holdings(_of_typed(x, call))
     if known is not None:
-        return _Drawn(_of_tagged(x, known[0], frame, call))
+        return _of_holdings(_of_tagged(x, known[0], frame, call))
     axes = ", ".join(frame.in_mesh_order(_compat.varying_axes(x)))
     said = {
         "explicit": f"its shards differ along {axes}" if axes else "its shards are equal",
@@ -260,7 +244,8 @@ def _of_tracer(x: Any) -> Drawing:
         "reference": "it is whole, and lies on one device",
     }
     sentence = f'no layout is known of it, and annotate(x, "...") states one; in {frame.mode} mode {said[frame.mode]}'
-    return _Said(f"a traced value   {_kind(x)}", sentence)
+    title = f"a traced value   {_kind(x)}"
+    return _Drawn(title, [], [], [sentence], title, {"layout": None, "notes": [sentence]})
 
 
 def _of_tagged(x: Any, layout: Layout, frame: Frame, call: str) -> Holdings:

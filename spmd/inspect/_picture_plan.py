@@ -14,24 +14,7 @@ from jax.sharding import AbstractMesh
 from spmd._text.table import Line
 from spmd._text.units import bytes_text, seconds_text
 from spmd.comm.plans import Plan, Step, summary
-from spmd.drawing._picture import (
-    EDGES,
-    FAINT,
-    FILLS,
-    WIDTH,
-    Box,
-    below,
-    beside,
-    caption,
-    card,
-    element,
-    grid_box,
-    grid_lines,
-    heading,
-    paragraph,
-    sentences,
-    text,
-)
+from spmd.drawing import _picture as draw
 from spmd.inspect._blocks import Holdings, block_grids, device_runs, is_summary, of_layout, tints
 from spmd.language import Dim, Layout, mesh_text
 
@@ -39,7 +22,7 @@ _MOST_ARROWS = 12  # that the text lists
 _MOST_CHIPS = 16  # devices of a group that are drawn
 _CHIP, _SPACE, _REACH = 20.0, 26.0, 90.0  # the size of a device, the step to the next, the length of an arrow
 _HEAD = 60.0  # the height of the title and the headers above a grid
-_WIDEST = 1.3 * WIDTH  # of a step: two grids of 8 x 8 stand side by side
+_WIDEST = 1.3 * draw.WIDTH  # of a step: two grids of 8 x 8 stand side by side
 
 
 class PlanDrawing:
@@ -52,21 +35,21 @@ class PlanDrawing:
         self._mesh = mesh_text(plan.mesh)
 
     def lines(self, width: int) -> list[Line]:
-        lines = [*heading([self.title, self._sizes, self._mesh], width), [], *self._state_lines(0, width)]
+        lines = [*draw.heading([self.title, self._sizes, self._mesh], width), [], *self._state_lines(0, width)]
         for number, step in enumerate(self.plan.steps):
-            lines += [[], *sentences([f"{number + 1}. {_what(step)}"], width)]
-            lines += sentences(self.moves(step), width, "   ", "   ")
+            lines += [[], *draw.sentences([f"{number + 1}. {_what(step)}"], width)]
+            lines += draw.sentences(self.moves(step), width, "   ", "   ")
             lines += [[], *self._state_lines(number + 1, width)]
-        return [*lines, [], *sentences(self.totals, width)]
+        return [*lines, [], *draw.sentences(self.totals, width)]
 
     def svg(self) -> str:
-        boxes = [caption(self.title, [f"{self._sizes}; {self._mesh}"])]
+        boxes = [draw.caption(self.title, [f"{self._sizes}; {self._mesh}"])]
         boxes += [] if self.plan.steps else [self._state_box(0)]
         for number, step in enumerate(self.plan.steps):
-            title = caption(f"{number + 1}. {_what(step)}", self.moves(step))
-            boxes.append(below([title, self._step_box(number)], 8))
-        boxes.append(caption("", self.totals))
-        return card(below(boxes, 20), f"{self.title}: what each step moves")
+            title = draw.caption(f"{number + 1}. {_what(step)}", self.moves(step))
+            boxes.append(draw.below([title, self._step_box(number)], 8))
+        boxes.append(draw.caption("", self.totals))
+        return draw.card(draw.below(boxes, 20), f"{self.title}: what each step moves")
 
     def to_dict(self) -> dict[str, Any]:
         found = self.plan.to_dict()
@@ -120,21 +103,21 @@ class PlanDrawing:
 
     def _state_lines(self, number: int, width: int) -> list[Line]:
         state = self.states[number]
-        return [*sentences([state.title], width), *grid_lines(block_grids(state, self._colours), width)]
+        return [*draw.sentences([state.title], width), *draw.grid_lines(block_grids(state, self._colours), width)]
 
-    def _state_box(self, number: int) -> Box:
+    def _state_box(self, number: int) -> draw.Box:
         state = self.states[number]
-        return below([paragraph(state.title), grid_box(block_grids(state, self._colours))], 4)
+        return draw.below([draw.paragraph(state.title), draw.grid_box(block_grids(state, self._colours))], 4)
 
-    def _step_box(self, number: int) -> Box:
+    def _step_box(self, number: int) -> draw.Box:
         """Before and after, what moves between them: side by side, or above each other where that is too wide."""
         before, after = self._state_box(number), self._state_box(number + 1)
-        row = beside([before, self._arrows(number, (before, after), down=False), after])
+        row = draw.beside([before, self._arrows(number, (before, after), down=False), after])
         if row.width <= _WIDEST:
             return row
-        return below([before, self._arrows(number, (before, after), down=True), after])
+        return draw.below([before, self._arrows(number, (before, after), down=True), after])
 
-    def _arrows(self, number: int, between: Sequence[Box], *, down: bool) -> Box:
+    def _arrows(self, number: int, between: Sequence[draw.Box], *, down: bool) -> draw.Box:
         """A line for each transfer, from its sender to its receiver: those of the first group, if there are many. They
         lead from left to right, or `down`. A single arrow stands for what cannot be drawn."""
 
@@ -147,8 +130,8 @@ class PlanDrawing:
         if not moved:
             width, height = (min(sizes) for sizes in zip(*((box.width, box.height) for box in between), strict=True))
             along = 0.75 * width if down else (_HEAD + height) / 2  # to the right of the headers, or below them
-            line = _arrow(*at(0, along), *at(_REACH / 2, along), FAINT)
-            return Box(*at(_REACH / 2, along + 4), line)
+            line = _arrow(*at(0, along), *at(_REACH / 2, along), draw.FAINT)
+            return draw.Box(*at(_REACH / 2, along + 4), line)
         state = self.states[number]
         colour = {device: self._colours[state.cells[state.block_of[device]][0][0]] for device in group}
         along = {device: _SPACE * (row + 0.5) for row, device in enumerate(group)}
@@ -158,12 +141,12 @@ class PlanDrawing:
                 source = transfer.sources[0]
                 dashed = {"stroke_dasharray": "3 3"} if len(transfer.sources) > 1 else {}
                 ends = (*at(start, along[source]), *at(start + _REACH, along[transfer.to]))
-                parts.append(_arrow(*ends, EDGES[colour[source]], **dashed))
+                parts.append(_arrow(*ends, draw.EDGES[colour[source]], **dashed))
         for device in group:
             for across in (_CHIP / 2, far - _CHIP / 2):
                 parts.append(_chip(*at(across, along[device]), device, colour[device]))
-        drawn = Box(*at(far, _SPACE * len(group)), "".join(parts))
-        return below([drawn, caption("", [f"group 1 of {len(others) + 1}"])], 4) if others else drawn
+        drawn = draw.Box(*at(far, _SPACE * len(group)), "".join(parts))
+        return draw.below([drawn, draw.caption("", [f"group 1 of {len(others) + 1}"])], 4) if others else drawn
 
 
 def _what(step: Step) -> str:
@@ -191,19 +174,19 @@ def _arrow(x: float, y: float, to_x: float, to_y: float, colour: str, **look: st
     """A line with a head, without a marker, whose id could clash."""
     length = ((to_x - x) ** 2 + (to_y - y) ** 2) ** 0.5
     dx, dy = (to_x - x) / length, (to_y - y) / length
-    line = element("line", "", x1=x, y1=y, x2=to_x - 5 * dx, y2=to_y - 5 * dy, stroke=colour, **look)
+    line = draw.element("line", "", x1=x, y1=y, x2=to_x - 5 * dx, y2=to_y - 5 * dy, stroke=colour, **look)
     foot_x, foot_y = to_x - 7 * dx, to_y - 7 * dy
     corners = ((to_x, to_y), (foot_x - 3 * dy, foot_y + 3 * dx), (foot_x + 3 * dy, foot_y - 3 * dx))
     points = " ".join(f"{a:.1f},{b:.1f}" for a, b in corners)
-    return line + element("polygon", "", points=points, fill=colour)
+    return line + draw.element("polygon", "", points=points, fill=colour)
 
 
 def _chip(x: float, y: float, device: int, colour: int) -> str:
     """A device, its middle at a place."""
-    fill, edge = FILLS[colour], EDGES[colour]
+    fill, edge = draw.FILLS[colour], draw.EDGES[colour]
     left, top = x - _CHIP / 2, y - _CHIP / 2
-    rect = element("rect", "", x=left, y=top, width=_CHIP, height=_CHIP, rx=4, fill=fill, stroke=edge)
-    return rect + text(x, y, str(device), anchor="middle")
+    rect = draw.element("rect", "", x=left, y=top, width=_CHIP, height=_CHIP, rx=4, fill=fill, stroke=edge)
+    return rect + draw.text(x, y, str(device), anchor="middle")
 
 
 # --- what each device receives ---------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def without_capacity(
       The results `"n/dp m/sp kt d"`, a partial sum if tp divides no tokens; `"n/dp m/sp kt"`; and `"n/dp m/sp e"`.
     """
     at, near = exchange.at, exchange.near
-    order, counts = jax.vmap(jax.vmap(lambda one: _in_order(one, exchange.e)))(experts)
+    order, counts = jax.vmap(jax.vmap(lambda one: in_order(one, exchange.e)))(experts)
     table = exchange.table(counts)
     moves = exchange.leaving(experts, order, counts, table)
     x = exchange.there(dispatched(group, moves), table)
@@ -204,11 +204,31 @@ def without_capacity(
     return results, moves.kept, counts / order.shape[-1]
 
 
-def _in_order(experts: Any, e: int) -> tuple[Any, Any]:
-    """The choices `"t k"` of one block in the order of their experts, and how many each expert has."""
+def in_order(experts: Any, e: int) -> tuple[Any, Any]:
+    """The choices `"t k"` of one block in the order of their experts, stably, so that first choices come before second
+    ones, and how many each expert has."""
     choices = experts.T.reshape(-1)
     counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
     return _lax.argsort(choices).astype(jnp.int32), counts
+
+
+def moves_of(to: Any, order: Any, wanted: Any, sent: Any, places: int) -> Moves:
+    """The moves of choices to places, of which each of several takers has so many.
+
+    Args:
+      to: The taker of each choice.
+      order: The choices in the order of their takers.
+      wanted: How many choices each taker has.
+      sent: How many of them it takes, the first ones.
+      places: The places of each taker.
+    """
+    starts = jnp.cumsum(wanted) - wanted
+    rank = _lax.argsort(order).astype(jnp.int32) - starts[to]
+    kept = rank < sent[to]
+    ranks = jnp.arange(places, dtype=jnp.int32)[None]
+    filled = ranks < sent[:, None]
+    choice = order[jnp.where(filled, starts[:, None] + ranks, 0)]
+    return Moves(jnp.where(kept, to * places + rank, 0), kept, choice.reshape(-1), filled.reshape(-1))
 
 
 def _experts(x: Any, weights: tuple[Any, Any, Any], each: Any, activation: Callable[[Any], Any], at: Axes) -> Any:
@@ -322,17 +342,10 @@ class Exchange(NamedTuple):
     def leaving_block(self, experts: Any, order: Any, counts: Any, sent: Any) -> Moves:
         to = experts.T.reshape(-1) // (self.e // self.parts)
         wanted = jnp.sum(counts.reshape(self.parts, -1), axis=1, dtype=jnp.int32)
-        starts = jnp.cumsum(wanted) - wanted
-        at = _lax.argsort(order).astype(jnp.int32)
-        rank = at - starts[to]
-        kept = rank < sent[to]
-        if self.ragged:
-            return Moves(at, kept, order, jnp.ones_like(kept))
-        ranks = jnp.arange(self.places, dtype=jnp.int32)[None]
-        filled = ranks < sent[:, None]
-        choice = order[jnp.where(filled, starts[:, None] + ranks, 0)]
-        place = jnp.where(kept, to * self.places + rank, 0)
-        return Moves(place, kept, choice.reshape(-1), filled.reshape(-1))
+        moves = moves_of(to, order, wanted, sent, self.places)
+        if self.ragged:  # without gaps
+            return Moves(_lax.argsort(order).astype(jnp.int32), moves.kept, order, jnp.ones_like(moves.kept))
+        return moves
 
     def arriving(self, table: Table) -> tuple[Moves | None, Any]:
         """Where the rows `"n m r (i z)"` of a buffer are in the order of the experts, and how many each of them has.

@@ -33,11 +33,10 @@ from spmd import (
     top_k,
 )
 from spmd._trees.leaves import not_int
-from spmd.comm import _lax
 from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
 from spmd.nn.dtypes import wide
-from spmd.parallel._dropless import Moves, collected, dispatched, exchange_of, without_capacity
+from spmd.parallel._dropless import Moves, collected, dispatched, exchange_of, in_order, moves_of, without_capacity
 
 Axes = str | tuple[str, ...] | None
 
@@ -384,18 +383,9 @@ def _plan(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
 
 
 def _plan_of_group(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
-    """The plan of one group: choices are sorted by expert, stably, so first choices come before second ones."""
-    choices = experts.T.reshape(-1)
-    order = _lax.argsort(choices).astype(jnp.int32)
-    counts = jnp.sum(choices[:, None] == jnp.arange(e, dtype=choices.dtype)[None], axis=0, dtype=jnp.int32)
-    starts = jnp.cumsum(counts) - counts
-    rank = _lax.argsort(order).astype(jnp.int32) - starts[choices]
-    kept = rank < c
-    ranks = jnp.arange(c, dtype=jnp.int32)[None]
-    filled = ranks < counts[:, None]
-    choice = order[jnp.where(filled, starts[:, None] + ranks, 0)]
-    moves = Moves(jnp.where(kept, choices * c + rank, 0), kept, choice.reshape(-1), filled.reshape(-1))
-    return moves, counts / choices.size
+    """The plan of one group, of whose choices each expert takes the first c."""
+    order, counts = in_order(experts, e)
+    return moves_of(experts.T.reshape(-1), order, counts, jnp.minimum(counts, c), c), counts / order.size
 
 
 # --- the experts --------------------------------------------------------------------------------------------
