@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from spmd._python.rooms import open_room
-from spmd.haliax._jit import fsdp, named_jit
 from spmd.haliax._placement import (
     WholeArrayWarning,
     auto_sharded,
+    fsdp,
+    named_jit,
     physical_axis_name,
     physical_axis_size,
     pspec_for,
