@@ -9,8 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from spmd._jaxprs.equations import axes_of, opened
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import axes_of, equations, opened
 
 Factors = Mapping[str, tuple[int, int]]  # of an axis: how many groups of neighbours it has, and how large each is
 _AXES = frozenset(("axis_name", "axes", "newly_manual_axes", "manual_axes", "axis_names", "auto"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd import _compat
-from spmd._jaxprs.equations import Role, held, opened
+from spmd._jaxprs.walker import Role, held, opened
 
 
 def left_axes(jaxpr: Any) -> dict[str, tuple[str, ...]]:

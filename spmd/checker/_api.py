@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import _compat
-from spmd._jaxprs.equations import opened, shape_of
 from spmd._jaxprs.facts import Gather, gather_around
 from spmd._jaxprs.left import left_axes, left_text
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import equations, opened, shape_of
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
 from spmd.checker._dataflow import Dataflow, walk_closed

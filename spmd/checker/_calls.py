@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spmd import _compat
-from spmd._jaxprs.equations import opened
+from spmd._jaxprs.walker import opened
 from spmd.checker._source import is_of_library
 
 _ROOMS = ("spmd", "spmd.parallel", "spmd.nn")

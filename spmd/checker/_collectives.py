@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from spmd._jaxprs.equations import axes_of, shape_of
+from spmd._jaxprs.walker import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report_equations import (
     copies_reduced,

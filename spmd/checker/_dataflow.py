@@ -10,9 +10,8 @@ import spmd.checker._report_equations as report_equations
 import spmd.checker._report_strings as report
 from spmd import _compat
 from spmd._jaxprs import walker
-from spmd._jaxprs.equations import Held, held, opened, shape_of
 from spmd._jaxprs.facts import kernel_around
-from spmd._jaxprs.walker import Rule
+from spmd._jaxprs.walker import Held, Rule, held, opened, shape_of
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import Engine

@@ -13,9 +13,8 @@ import spmd.checker._order as orders
 import spmd.checker._report_equations as report
 import spmd.checker._tables as tables
 from spmd import _compat
-from spmd._jaxprs.equations import COMMUNICATES, Held, axes_of, held, is_unknown, shape_of
 from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
-from spmd._jaxprs.walker import Domain, Rule, equations
+from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, is_unknown, shape_of
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR

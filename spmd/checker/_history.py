@@ -11,9 +11,8 @@ from typing import Any
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.equations import Held, Role, axes_of, held, opened
 from spmd._jaxprs.facts import kernel_around
-from spmd._jaxprs.walker import Domain, walk
+from spmd._jaxprs.walker import Domain, Held, Role, axes_of, held, opened, walk
 from spmd.checker._source import is_transposed, line_of
 from spmd.language import Layout, axes_tuple
 

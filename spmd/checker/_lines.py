@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from spmd._jaxprs.equations import held, opened
 from spmd._jaxprs.facts import kernel_around
+from spmd._jaxprs.walker import held, opened
 from spmd.checker._finding import Finding
 from spmd.checker._listing import Source, SourceBlock, SourceLine, Value
 from spmd.checker._recorded import Labels, Path, arguments_of, record

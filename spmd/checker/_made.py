@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from spmd._jaxprs.equations import call_of, opened, shape_of
+from spmd._jaxprs.walker import call_of, opened, shape_of
 from spmd.checker._calls import Call, call_around
 from spmd.checker._rounding import rounds
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim

@@ -9,7 +9,7 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.callers import layers_of, rather_told
-from spmd._jaxprs.equations import shape_of
+from spmd._jaxprs.walker import shape_of
 from spmd.checker._calls import Call, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
 from spmd.checker._rounding import rounds

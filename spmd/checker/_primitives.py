@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._jaxprs.equations import shape_of
+from spmd._jaxprs.walker import shape_of
 from spmd._trees.leaves import is_key_type
 
 Array = np.ndarray

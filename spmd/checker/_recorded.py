@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from spmd import _compat
-from spmd._jaxprs.equations import COMMUNICATES, Held, opened, shape_of
 from spmd._jaxprs.facts import KernelName, kernel_around
-from spmd._jaxprs.walker import Domain, Rule, walk
+from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, opened, shape_of, walk
 from spmd.checker._claims import OVERLAP, claim_of
 from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._state import State, normal, plain

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from spmd._jaxprs.equations import opened, shape_of
+from spmd._jaxprs.walker import opened, shape_of
 from spmd.checker._calls import call_around
 from spmd.checker._mends import (
     OWN_NOISE,

@@ -10,8 +10,8 @@ from jax import lax
 
 import spmd.checker._order as orders
 import spmd.checker._tables as tables
-from spmd._jaxprs.equations import shape_of
 from spmd._jaxprs.facts import per_shard_reason
+from spmd._jaxprs.walker import shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
 from spmd.checker._state import (

@@ -10,9 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._jaxprs.equations import Held
 from spmd._jaxprs.facts import KernelName, kernel_around
-from spmd._jaxprs.walker import Domain, walk
+from spmd._jaxprs.walker import Domain, Held, walk
 from spmd._trees.leaves import held_dtype
 from spmd.checker._recorded import arguments_of
 from spmd.checker._table import TABLE

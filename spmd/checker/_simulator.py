@@ -17,8 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
-from spmd._jaxprs.equations import COMMUNICATES, Held, axes_of, held, shape_of
-from spmd._jaxprs.walker import Domain, Rule, equations, walk
+from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, shape_of, walk
 from spmd.checker._primitives import Array, NotSimulated, compute, generator, wide_dtype
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh

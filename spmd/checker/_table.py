@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from spmd._jaxprs.equations import shape_of
+from spmd._jaxprs.walker import shape_of
 from spmd.checker._state import UNREAD
 
 Label = int | None

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._jaxprs.equations import COMMUNICATES, axes_of
+from spmd._jaxprs.walker import COMMUNICATES, axes_of
 from spmd._trees.leaves import is_key_type
 from spmd.checker._primitives import NUMPY, NotSimulated, compute
 from spmd.checker._simulator import Simulator, held_number

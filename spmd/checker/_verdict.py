@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd._jaxprs.equations import opened, shape_of
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import equations, opened, shape_of
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found

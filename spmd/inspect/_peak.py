@@ -23,9 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd._compat import BRANCHES_WRITE_IN_PLACE, is_backward, name_stack
-from spmd._jaxprs.equations import Held
 from spmd._jaxprs.facts import FusedName
-from spmd._jaxprs.walker import Domain, walk
+from spmd._jaxprs.walker import Domain, Held, walk
 from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS, size_bytes
 
 _FUSED = ELEMENTWISE | WINDOWS

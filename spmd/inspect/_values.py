@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd._jaxprs.equations import shape_of
+from spmd._jaxprs.walker import shape_of
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 
 ELEMENTWISE = frozenset(

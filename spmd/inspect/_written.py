@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmd import _compat
-from spmd._jaxprs.equations import opened
+from spmd._jaxprs.walker import opened
 from spmd._trees.leaves import is_array
 from spmd.errors import SpmdError
 from spmd.inspect._peak import Peak

@@ -19,9 +19,8 @@ from jax.extend.core import Literal
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._jaxprs.equations import Held, Role, axes_of, held, opened, shape_of
 from spmd._jaxprs.facts import gather_around
-from spmd._jaxprs.walker import Domain, equations, walk
+from spmd._jaxprs.walker import Domain, Held, Role, axes_of, equations, held, opened, shape_of, walk
 from spmd._text.units import bytes_text, sent_bytes
 from spmd.checker import OutputFacts, check_jaxpr, early, explain_output, line_of
 from spmd.checker._history import EQUAL, History

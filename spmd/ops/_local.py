@@ -18,9 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.equations import axes_of
 from spmd._jaxprs.facts import CallName
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import axes_of, equations
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call

@@ -16,8 +16,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.equations import held, opened
-from spmd._jaxprs.walker import Domain, walk
+from spmd._jaxprs.walker import Domain, held, opened, walk
 from spmd.parallel._rematerialize import Known, Layer, alone, differentiable
 
 _LATER = Known.UNKNOWN  # a value that this part does not have

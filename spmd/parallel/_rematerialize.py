@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from spmd import Layout
-from spmd._jaxprs.equations import plain_call
-from spmd._jaxprs.walker import Domain, walk
+from spmd._jaxprs.walker import Domain, plain_call, walk
 from spmd._trees.leaves import has_room, is_array, kind_of
 from spmd._trees.matching import match_prefix
 from spmd.errors import LayoutError, MeshError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spmd import _compat
-from spmd._jaxprs.equations import Held, opened, shape_of
+from spmd._jaxprs.walker import Held, opened, shape_of
 from spmd.checker._recorded import Label, Labels, Names, Part
 from spmd.checker._state import HIDDEN, State, is_divided
 from spmd.checker._table import NEW

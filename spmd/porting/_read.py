@@ -13,9 +13,8 @@ import jax
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.equations import COMMUNICATES, Role, held, opened, shape_of
 from spmd._jaxprs.factored import expanded, factors_of, in_factors
-from spmd._jaxprs.walker import equations, walk
+from spmd._jaxprs.walker import COMMUNICATES, Role, equations, held, opened, shape_of, walk
 from spmd.checker._dataflow import walk_closed
 from spmd.checker._recorded import States
 from spmd.checker._source import frames_of, is_ours, is_transposed, line_of, short_line

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd._jaxprs.equations import axes_of
 from spmd._jaxprs.factored import Factors, name_of
+from spmd._jaxprs.walker import axes_of
 from spmd.checker._state import State
 from spmd.porting._names import Dims, Namer, Word, text_of
 

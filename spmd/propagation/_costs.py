@@ -11,7 +11,7 @@ from typing import Any
 from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd._compat import is_typed
-from spmd._jaxprs.equations import opened, shape_of
+from spmd._jaxprs.walker import opened, shape_of
 from spmd._text.units import bytes_text
 from spmd.checker._source import is_transposed, line_of, short_line
 from spmd.propagation._module import Dims, Number, Place

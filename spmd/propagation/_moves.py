@@ -10,8 +10,8 @@ from jax.extend.core import Var
 from jax.sharding import AxisType
 
 from spmd import _compat
-from spmd._jaxprs.equations import shape_of
 from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.walker import shape_of
 from spmd._text.units import bytes_text
 from spmd.checker._recorded import Labels
 from spmd.checker._source import LineName, gradient_line, is_transposed, line_of

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.equations import Role, held, opened
+from spmd._jaxprs.walker import Role, held, opened
 from spmd._trees.leaves import is_array, is_number
 from spmd.errors import SpmdError
 from spmd.inspect._program import of_arrays, stage, under

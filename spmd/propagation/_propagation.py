@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd._jaxprs.equations import Role, held, opened
+from spmd._jaxprs.walker import Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
-from spmd._jaxprs.walker import walk
 from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd._text.units import bytes_text
 from spmd.checker import Finding

@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from spmd import _compat
-from spmd._jaxprs.equations import Held, call_of, opened, shape_of
 from spmd._jaxprs.facts import LayoutName
-from spmd._jaxprs.walker import Rule, walk
+from spmd._jaxprs.walker import Held, Rule, call_of, opened, shape_of, walk
 from spmd.checker._recorded import Labels, Names, Path, Recording, States
 from spmd.checker._state import Axes, State, axes_of_dim, plain
 from spmd.checker._table import TABLE

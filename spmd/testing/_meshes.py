@@ -19,9 +19,8 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import _compat
-from spmd._jaxprs.equations import opened
 from spmd._jaxprs.errors import first_line
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import equations, opened
 from spmd._text.table import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import collecting

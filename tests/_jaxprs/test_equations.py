@@ -10,8 +10,7 @@ from jax.custom_derivatives import linear_call
 from jax.experimental.pallas import run_state
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from spmd._jaxprs.equations import Role, call_of, held, is_unknown, opened, plain_call
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import Role, call_of, equations, held, is_unknown, opened, plain_call
 
 X = jnp.arange(1.0, 5.0)
 

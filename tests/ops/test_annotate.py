@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd._jaxprs.equations import held, opened
 from spmd._jaxprs.facts import per_shard_reason
+from spmd._jaxprs.walker import held, opened
 from spmd.comm import all_gather, psum
 from spmd.errors import CommunicationError, LayoutError, MeshError, ModeError, ReplicationError, SizeError
 from spmd.kernels import kernel

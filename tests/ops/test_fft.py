@@ -13,8 +13,7 @@ import pytest
 
 import spmd
 from spmd import fft
-from spmd._jaxprs.equations import axes_of
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import axes_of, equations
 from spmd.modes import MODES
 from tests.ops.harness import make_mesh, pulled
 from tests.sampler import dice, seeds, share
