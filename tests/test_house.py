@@ -26,9 +26,9 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 1970,
+    ".": 1980,
     "_cli": 470,
-    "_jaxprs": 530,
+    "_jaxprs": 520,
     "_processes": 220,
     "_python": 200,
     "_text": 190,
@@ -37,13 +37,13 @@ BUDGET = {
     "cluster": 2050,
     "comm": 2340,
     "drawing": 300,
-    "haliax": 350,
-    "inspect": 3660,
+    "haliax": 340,
+    "inspect": 3630,
     "kernels": 1840,
     "language": 1520,
     "nn": 990,
     "ops": 4420,
-    "parallel": 2660,
+    "parallel": 2640,
     "porting": 960,
     "propagation": 1860,
     "searcher": 450,

@@ -210,14 +210,18 @@ def _inputs(call: Call, args: Sequence[Any]) -> tuple[Layout, ...]:
     return call.pattern.inputs[: len(args)]
 
 
+def _opened(call: Call, args: Sequence[Any]) -> list[Any]:
+    """The arguments, checked against their layouts."""
+    pairs = zip(args, _inputs(call, args), strict=True)
+    return [_closed(call, x, layout, index=i) for i, (x, layout) in enumerate(pairs)]
+
+
 # --- explicit ------------------------------------------------------------------------------------------------
 
 
 def _explicit(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     call = job.open(args, frame)
-    shards = [
-        _closed(call, x, layout, index=i) for i, (x, layout) in enumerate(zip(args, _inputs(call, args), strict=True))
-    ]
+    shards = _opened(call, args)
     run = job.fn if job.typed else functools.partial(_untyped, call, job.fn)
     with contextlib.nullcontext() if job.typed else call.scope():
         out = run(*shards)
@@ -261,10 +265,8 @@ def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     call = job.open(args, frame)
     layouts = _inputs(call, args)
     _check_blocks(call, (*layouts, *call.pattern.outputs))
-    arrays = [
-        mark(_closed(call, x, layout, index=i), layout, call.text, role="operand", frame=frame)
-        for i, (x, layout) in enumerate(zip(args, layouts, strict=True))
-    ]
+    pairs = zip(_opened(call, args), layouts, strict=True)
+    arrays = [mark(x, layout, call.text, role="operand", frame=frame) for x, layout in pairs]
     inside = frame.replace(mode="explicit", island=True)
     mesh = jax.sharding.get_abstract_mesh()
     free = frozenset(a for a in frame.axis_names if a not in _compat.manual_axes())
@@ -338,10 +340,7 @@ def _whole(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
             advice=f"{call.text[:-1]}, reference=global_fn), or the kernel's explicit mode",
             error=ModeError,
         )
-    arrays = [
-        _closed(call, x, layout, index=i) for i, (x, layout) in enumerate(zip(args, _inputs(call, args), strict=True))
-    ]
-    return _finish(call, _results(call, job.reference(*arrays)), "result")
+    return _finish(call, _results(call, job.reference(*_opened(call, args))), "result")
 
 
 def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
