@@ -26,7 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 1980,
+    ".": 2010,
     "_cli": 470,
     "_jaxprs": 520,
     "_processes": 220,
@@ -45,7 +45,7 @@ BUDGET = {
     "ops": 4420,
     "parallel": 2640,
     "porting": 960,
-    "propagation": 1860,
+    "propagation": 2030,
     "searcher": 450,
     "testing": 760,
 }
