@@ -14,7 +14,7 @@ import spmd
 from spmd import Layout, propagate
 from spmd.errors import MeshError, SpmdError
 from spmd.testing import Mismatch, assert_collectives
-from tests.propagation.programs import PLAIN, mlp, mlp_sorted, struct
+from tests.propagation.programs import mlp, mlp_sorted, struct
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
@@ -122,13 +122,43 @@ def test_a_program_without_a_mesh_is_refused():
         propagate(jax.jit(mlp).trace(*at(*MLP)))
 
 
+def normed(x, scale):
+    x = x - x.mean(-1, keepdims=True)
+    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-5) * scale[None, None]
+
+
+def attention(x, q, k, v, o):
+    q, k, v = (jnp.einsum("bsd,dhk->bshk", x, w) for w in (q, k, v))
+    scores = jnp.einsum("bshk,bthk->bhst", q, k) / 8
+    mask = jnp.tril(jnp.ones((x.shape[1], x.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(mask[None, None], scores, -1e9), -1)
+    return jnp.einsum("bshk,hkd->bsd", jnp.einsum("bhst,bthk->bshk", weights, v), o)
+
+
+def loss_of_layers(params, tokens):
+    x = params["embed"][tokens[:, :-1]]
+    for layer in params["layers"]:
+        x = x + attention(normed(x, layer["scale"]), *layer["attention"])
+        x = x + jax.nn.gelu(normed(x, layer["scale"]) @ layer["in"]) @ layer["out"]
+    logits = jnp.sort(x, 0) @ params["embed"].T
+    chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+    return -chosen.mean()
+
+
 def test_thirty_lines_take_less_than_two_seconds():
-    [plain] = [one for one in PLAIN if one.name == "attention_gradient"]
-    fn, args = plain.make(MESH)
+    of = lambda layout, *shape, dtype="float32": jax.ShapeDtypeStruct(
+        shape, dtype, sharding=Layout(layout).sharding(MESH)
+    )
+    heads, out = of("d h/tp k", 64, 8, 8), of("h/tp k d", 8, 8, 64)
+    layer = {"scale": of("d", 64), "attention": [heads, heads, heads, out]}
+    layer |= {"in": of("d f/tp", 64, 256), "out": of("f/tp d", 256, 64)}
+    params = {"embed": of("v/tp d", 256, 64), "layers": [layer, layer]}
     jax.clear_caches()
-    start = time.perf_counter()
-    text = str(propagate(fn, *args)) + str(propagate(fn, *args).source())
-    assert (time.perf_counter() - start < 2 and "all_gather" in text) or "psum" in text
+    start = time.process_time()
+    plan = propagate(jax.grad(loss_of_layers), params, of("b/dp s", 16, 33, dtype="int32"))
+    text = str(plan.source())
+    assert time.process_time() - start < 2
+    assert "sort needs" in text and "reduce_sum adds up what is divided over tp" in " ".join(text.split())
 
 
 def test_405b_on_16384_devices_takes_less_than_twenty_seconds(monkeypatch):
@@ -143,10 +173,10 @@ def test_405b_on_16384_devices_takes_less_than_twenty_seconds(monkeypatch):
         with spmd.mode("auto"):
             return step(*given)
 
-    start = time.perf_counter()
+    start = time.process_time()
     plan = propagate(auto, *args)
     text = str(plan) + str(plan.source())
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
     assert "b/dp/fsdp s/tp m -> b/dp/fsdp s m" in text
     gathers = [one for one in plan.moves if one.kind == "all_gather" and one.source == "m/fsdp f/tp"]
     assert {one.count for one in gathers} == {126} and not any(one.kind == "weight" for one in plan.costs)
