@@ -166,8 +166,9 @@ def _grows(value: Any, argument: Any) -> bool:
 
 def _constant(value: Any) -> str | None:
     op = owner_of(value)
-    constant = op is not None and "constant" in name_of(op)
-    found = re.match(r"dense<(-?\d+)> : ", str(op.attributes["value"])) if constant else None
+    if op is None or "constant" not in name_of(op):
+        return None
+    found = re.match(r"dense<(-?\d+)> : ", str(op.attributes["value"]))
     return found[1] if found and not typed(value).shape else None
 
 
