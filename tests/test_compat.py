@@ -204,7 +204,7 @@ def test_names_around_an_equation():
 
 
 def test_files_of_jax():
-    assert _compat.in_jax(inspect.getfile(jax.jit)) or _compat.in_jax(inspect.getfile(jnp))
+    assert _compat.in_jax(inspect.getfile(jax.jit)) and _compat.in_jax(inspect.getfile(jnp))
     assert not _compat.in_jax(__file__) and not _compat.in_jax(json.__file__)
 
 
