@@ -45,7 +45,7 @@ BUDGET = {
     "ops": 4420,
     "parallel": 2640,
     "porting": 960,
-    "propagation": 2030,
+    "propagation": 2060,
     "searcher": 450,
     "testing": 760,
 }

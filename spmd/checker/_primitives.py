@@ -135,12 +135,13 @@ def _with(fn: Callable[..., Any]) -> Callable[..., Any]:
 def _quotient(x: Array, y: Array) -> Array:
     if x.dtype.kind in "iu":  # towards zero
         safe = np.where(y == 0, 1, y)
-        return np.where(y == 0, -1, (np.abs(x) // np.abs(safe)) * np.sign(x) * np.sign(safe)).astype(x.dtype)
+        found = (np.abs(x) // np.abs(safe)) * np.sign(x) * np.sign(safe)
+        return np.where(y == 0, np.array(-1).astype(x.dtype), found).astype(x.dtype)
     return x / y
 
 
 def _remainder(x: Array, y: Array) -> Array:
-    return np.fmod(x, np.where(y == 0, 1, y)) if x.dtype.kind in "iu" else np.fmod(x, y)
+    return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y))) if x.dtype.kind in "iu" else np.fmod(x, y)
 
 
 def _converted(eqn: Any, lead: int, x: Array) -> Array:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import spmd.propagation._lookups as _lookups
 from spmd._compat import operation_name as name_of
 from spmd.errors import SpmdError
-from spmd.propagation._loops import axes_of, branches, loop
+from spmd.propagation._loops import axes_of, branches, loop, reduction
 from spmd.propagation._module import KINDS, Axis, Place, Reading, operation, typed
 from spmd.propagation._texts import Made, Names, bare, dtype_text, integers, literal, numbers_of
 from spmd.propagation._values import text_of
@@ -310,9 +310,11 @@ class Writer:
             self.known[result] = self.get(operand)
 
     def reduce(self, op: Any) -> None:
-        made, kind = self.array(op.operands[0]), _reduction(op)
-        if len(op.results) != 1 or kind is None:
-            self.fail("a reduction of several arrays")
+        kind = _reduction(op)
+        if kind is None:
+            reduction(self, op)
+            return
+        made = self.array(op.operands[0])
         gone = integers(op, "dimensions")
         names = tuple(name for d, name in enumerate(made.names) if d not in gone)
         along = ", ".join(map(str, gone)) + ("," if len(gone) == 1 else "")

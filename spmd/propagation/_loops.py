@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from spmd._compat import operation_name as name_of
 from spmd.propagation._module import Place, operation, owner_of, typed
 from spmd.propagation._sums import Waiting, axes_of_sums
-from spmd.propagation._texts import Made, bare, dtype_text
+from spmd.propagation._texts import Made, bare, dtype_text, integers
 
 
 class _Counted(NamedTuple):
@@ -74,6 +74,32 @@ def branches(writer: Any, op: Any) -> None:
     writer.branch, made = around, next(writer.fresh)
     writer.lines.append(f"{made} = jax.lax.switch({bare(index.text)}, [{', '.join(functions)}])")
     _given(writer, op, made, these, names, places)
+
+
+def reduction(writer: Any, op: Any) -> None:
+    """`stablehlo.reduce` of several arrays by a function of its own, along dimensions that are whole: an `argmax`."""
+    gone, [block], count = integers(op, "dimensions"), op.regions[0].blocks, len(op.results)
+    arrays = [writer.array(value) for value in list(op.operands)[:count]]
+    if any(one.place.dims[d] for one in arrays for d in gone):
+        writer.fail("a reduction of several arrays along a divided dimension")
+    begins = [f"jnp.asarray({writer.get(one).text}, {_dtype(one)})" for one in list(op.operands)[count:]]
+    name, elements, level = next(writer.fresh), [next(writer.fresh) for _ in block.arguments], len(writer.functions)
+    for value, element in zip(block.arguments, elements, strict=True):
+        writer.known[value] = Made(element, (), Place(()), level=level)
+    lines, results = _inside(writer, block, range(count), None)
+    pair = f"{_tuple(elements[:count])}, {_tuple(elements[count:])}"
+    inside = [f"{pair} = one, other", *lines]
+    function = _function(f"{name}(one, other)", [], inside, _tuple([bare(one.text) for one in results]))
+    given = [one.text for one in arrays]
+    if not any("f" in typed(one).dtype for one in op.results if list(one.uses)):  # a position has no gradient
+        given = [f"jax.lax.stop_gradient({bare(one)})" for one in given]
+    made = next(writer.fresh)
+    writer.lines.extend(
+        [*function, f"{made} = jax.lax.reduce({_tuple(given)}, {_tuple(begins)}, {name}, {tuple(gone)})"]
+    )
+    names = tuple(one for d, one in enumerate(arrays[0].names) if d not in gone)
+    places = [writer.place(one) for one in op.results]
+    _given(writer, op, made, range(count), [names] * count, places)
 
 
 def _inside(
@@ -155,6 +181,10 @@ def _counted(op: Any) -> _Counted | None:
     return _Counted(i, int(start), int(most))
 
 
+def _dtype(value: Any) -> str:
+    return dtype_text(typed(value).dtype)
+
+
 def _grows(value: Any, argument: Any) -> bool:
     """Whether a value is the argument and one."""
     op = owner_of(value)
@@ -190,4 +220,4 @@ def _tuple(texts: list[str]) -> str:
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
 
 
-__all__ = ["axes_of", "branches", "loop"]
+__all__ = ["axes_of", "branches", "loop", "reduction"]

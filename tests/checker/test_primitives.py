@@ -104,7 +104,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     ),
     "many keys": (lambda key: jax.vmap(lambda k: jax.random.normal(k, (2,)))(jax.random.split(key, 3)), (jax.random.key(1),)),
     "bits of unsigned numbers": (
-        lambda u: [f(u, n) for f in (lax.shift_right_arithmetic, lax.shift_right_logical, lax.shift_left) for n in (u % 8, u)],
+        lambda u: [f(u, n) for f in (lax.shift_right_arithmetic, lax.shift_right_logical, lax.shift_left, lax.div, lax.rem) for n in (u % 8, u[::-1])],
         (np.arange(0, 250, 7, dtype=np.uint8),),
     ),
     "complex atan2": (jax.lax.atan2, ((X + 1j).astype(np.complex64), (X - 2j).astype(np.complex64))),

@@ -11,7 +11,7 @@ import spmd
 from spmd import propagate
 from spmd.errors import SpmdError
 from spmd.inspect import collectives
-from tests.propagation.frozen import compare, run
+from tests.propagation.frozen import compare, run, same
 from tests.propagation.programs import PLAIN, drawn, mlp, struct
 from tests.propagation.test_loops import LOOPED
 from tests.sampler import seeds, share
@@ -66,7 +66,7 @@ TWO += ["cov", "logaddexp", "mod", "outer", "isclose", "maximum", "arctan2", "ma
 def test_functions_of_jax_numpy(mesh, name):
     """Each layout is frozen to the same numbers, or refused in a message."""
     fn, rng = getattr(jnp, name), np.random.default_rng(0)
-    layouts = ["b/dp d/tp", "b d/tp", "b/dp d", "d/tp"]
+    layouts = ["b/dp d/tp", "b d/tp", "b/dp d", "d/tp", "d"]
     if name in TWO:
         layouts = ["b/dp d/tp, b/dp d/tp", "b/dp d, b d/tp", "b/dp d, d f/tp", "b/dp d/tp, d/tp", "d/tp, d"]
     written = 0
@@ -88,6 +88,20 @@ def test_functions_of_jax_numpy(mesh, name):
             assert want.shape == have.shape and want.dtype == have.dtype
             np.testing.assert_allclose(want, have, rtol=1e-4, atol=1e-5)
     assert written
+
+
+def test_a_position_is_found_by_a_function_of_its_own(mesh):
+    """Its gradient is zero, and that of what it picks is not."""
+
+    def best(x):
+        x = jax.lax.with_sharding_constraint(x, spmd.Layout("b/dp d").sharding(mesh))
+        return jnp.argmax(x**2, 1), jnp.argmin(-x, 1).astype("float32")[:, None] * x
+
+    frozen = run(propagate(best, struct(mesh, "b/dp d/tp")).freeze("frozen"), mesh)
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype("float32")
+    same(best(x), frozen(x), 1e-5)
+    loss = lambda fn: jax.grad(lambda x: (fn(x)[1] ** 2).sum())
+    same(loss(best)(x), loss(frozen)(x), 1e-5)
 
 
 def test_the_text_is_the_kernel(mesh):
