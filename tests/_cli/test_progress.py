@@ -105,7 +105,8 @@ def test_lines_come_at_once_and_an_interrupt_ends_with_a_word(tmp_path):
     file.write_text(SLOW)
     command = [sys.executable, "-m", "spmd", "explain", f"{file}:build", "--mesh", "dp=2"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, **pipes) as process:
+    heard = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background begins without
+    with subprocess.Popen(command, env={**os.environ, "JAX_PLATFORMS": "cpu"}, preexec_fn=heard, **pipes) as process:
         assert process.stdout.readline() == "loaded\n"  # while the program still runs
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)

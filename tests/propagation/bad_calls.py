@@ -82,9 +82,3 @@ def an_update_that_is_no_sum_from_zero_to_freeze(mesh):
 def a_large_constant_to_freeze(mesh):
     x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
     spmd.propagate(lambda x: x * jnp.asarray(np.arange(8.0)[:, None], "float32"), x).freeze()
-
-
-@bad
-def a_cumulative_product_to_freeze(mesh):
-    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
-    spmd.propagate(lambda x: jnp.cumprod(x, 0), x).freeze()
