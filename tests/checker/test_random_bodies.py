@@ -124,6 +124,7 @@ def test_every_entry_of_the_table_is_reached() -> None:
     for call in random_bodies.CALLS:
         found |= names_of(jax.make_jaxpr(call(jnp.sin))(x))
     missing = {*TABLE, *Dataflow.rules} - found - {*ELSEWHERE}
+    missing -= set() if hasattr(jax.lax, "unstack_p") else {"unstack"}  # JAX 0.10.0 has no such primitive
     rare = (random_bodies.relaid,) * 50  # most relayouts are other primitives
     for seed, move in enumerate((*random_bodies.ENCLOSED * 3, *rare, *random_bodies.ENCLOSED * 9)):
         missing -= names_of(body_with(move, seed)) if missing else set()
