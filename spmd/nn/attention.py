@@ -15,7 +15,7 @@ from spmd import LayoutError, SizeError, _compat, annotate, axis_size, einsum, f
 from spmd._trees.leaves import not_int
 from spmd.comm._marks import ordered
 from spmd.errors import is_int, not_one_of
-from spmd.nn.dtypes import wide, with_rank
+from spmd.nn.dtypes import wide_einsum, with_rank
 from spmd.nn.linear import column_linear, row_linear
 from spmd.nn.rope import rotary_embedding
 
@@ -204,9 +204,9 @@ def dot_product_attention(
     counted = (causal or window is not None) and positions is None
     if counted:
         _check_counted(q, k)
-    if implementation == "cudnn" and not _compat.may_run_on_gpu():
-        implementation = None  # the same numbers, and in plans the same kernel
-    known = implementation is not None and mask is None and segments is None and positions is None
+    implementation = _kernel_for(q, implementation)
+    back = causal or window is None or implementation != "cudnn"  # cuDNN has no windows that look ahead
+    known = implementation is not None and mask is None and segments is None and positions is None and back
 
     def attend(q: Any, k: Any, v: Any, bias: Any, mask: Any, positions: Any, segments: Any) -> Any:
         if known:
@@ -378,6 +378,16 @@ def multi_head_attention(
 # --- what is computed on each device -----------------------------------------------------------------------------
 
 
+def _kernel_for(q: Any, implementation: str | None) -> str | None:
+    """The implementation to use here: without a GPU plain einsums have cuDNN's numbers, and in plans its kernel."""
+    if implementation != "cudnn" or not _compat.may_run_on_gpu():
+        return None if implementation == "cudnn" else implementation
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        rule = f"cuDNN's attention is for bfloat16 and float16, and these queries are {q.dtype}."
+        raise LayoutError(rule, call="dot_product_attention(q, k, v, ...)", fix="implementation=None")
+    return implementation
+
+
 def _by_jax(
     q: Any,
     k: Any,
@@ -412,7 +422,7 @@ def _by_jax(
 def _plainly(q: Any, k: Any, v: Any, bias: Any, mask: Any, scale: float, softcap: float | None, tp: Axes) -> Any:
     groups = size(k, "... t [g/tp] k", tp=tp)
     pattern = "... s (g r)/tp k, ... t g/tp k -> ... (g r)/tp s t"
-    scores = einsum(q, k, pattern, preferred_element_type=wide(q), g=groups, tp=tp) * scale
+    scores = wide_einsum(q, k, pattern, g=groups, tp=tp) * scale
     if softcap is not None:
         scores = jnp.tanh(scores / softcap) * softcap
     if bias is not None:

@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd import all_to_all, custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size, take
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, SizeError, not_one_of
-from spmd.nn.dtypes import wide, with_rank
+from spmd.nn.dtypes import wide, wide_einsum, with_rank
 from spmd.nn.linear import entered
 
 Axes = str | tuple[str, ...] | None
@@ -170,7 +170,7 @@ def linear_cross_entropy(
 
     def chunk(_: None, part: Any) -> Any:
         x, labels = part
-        logits = einsum(x, table.astype(x.dtype), "... d, v/tp d -> ... v/tp", tp=tp, preferred_element_type=wide(x))
+        logits = wide_einsum(x, table.astype(x.dtype), "... d, v/tp d -> ... v/tp", tp=tp)
         return None, _token_losses(logits, labels, tp, label_smoothing, z_loss)
 
     if chunks == 1:
@@ -400,4 +400,7 @@ def unembedding(
     """
     x = entered(x, tp=tp, sp=sp, cp=cp)
     table = table.astype(x.dtype)
-    return einsum(x, table, "... d, v/tp d -> ... v/tp", tp=tp, preferred_element_type=preferred_element_type)
+    pattern = "... d, v/tp d -> ... v/tp"
+    if preferred_element_type is not None and jnp.dtype(preferred_element_type) == wide(x):
+        return wide_einsum(x, table, pattern, tp=tp)
+    return einsum(x, table, pattern, tp=tp, preferred_element_type=preferred_element_type)

@@ -7,12 +7,15 @@
 On one device nothing is sent. What is compared is what the library adds: a transformer block in strings, from layers, by
 hand with `jax.shard_map`, and in plain jit; a Fourier transform beside `jnp.fft`; a whole training step of a decoder in
 bfloat16, its tokens per second, its model FLOPs utilization, the seconds to trace, lower and compile it, and what
-`explain` predicts of its time. Ratios are of medians, of runs that take turns.
+`explain` predicts of its time and its memory: with the vendor's figures, and with the speed of a large product and of a
+large copy, measured here; experts without a capacity beside experts with one. Ratios are of medians, of runs that take
+turns.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import statistics
@@ -29,7 +32,7 @@ if __name__ == "__main__":  # run as a file, from anywhere
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import spmd
-from spmd import nn
+from spmd import nn, parallel
 from tests.benchmarks import llama_block
 
 
@@ -40,18 +43,24 @@ class Size(NamedTuple):
       block: Those of the transformer block.
       decoder: Layers, features, heads, hidden units, vocabulary, batch and sequence of the decoder.
       cube: The side of the transform.
+      experts: Tokens, features, experts, hidden units and choices of the experts.
       repeats: How often each is run, if there is time.
     """
 
     block: llama_block.Sizes
     decoder: tuple[int, int, int, int, int, int, int]
     cube: int
+    experts: tuple[int, int, int, int, int]
     repeats: int
 
 
-SMALL = Size(llama_block.Sizes(b=2, s=16, m=32, h=2, k=16, f=64), (2, 32, 2, 64, 64, 2, 16), 8, 3)
+SMALL = Size(llama_block.Sizes(b=2, s=16, m=32, h=2, k=16, f=64), (2, 32, 2, 64, 64, 2, 16), 8, (32, 8, 4, 16, 2), 3)
 LARGE = Size(
-    llama_block.Sizes(b=8, s=2048, m=4096, h=32, k=128, f=11008), (8, 4096, 32, 14336, 32768, 8, 2048), 384, 30
+    llama_block.Sizes(b=8, s=2048, m=4096, h=32, k=128, f=11008),
+    (8, 4096, 32, 14336, 32768, 8, 2048),
+    384,
+    (16384, 2048, 16, 4096, 2),
+    30,
 )
 
 
@@ -96,6 +105,27 @@ def transforms(size: Size, until: float) -> dict[str, float]:
     ours = spmd.kernel("x/x y z -> kx ky/x kz", mesh=mesh)(lambda x: spmd.fft.fft(x, "x/x y z -> kx ky/x kz"))
     theirs = jax.jit(jnp.fft.fftn)
     return medians({"spmd.fft": lambda: ours(x), "jnp.fft": lambda: theirs(x)}, size.repeats, until)
+
+
+def experts(size: Size, until: float) -> dict[str, float]:
+    """A mixture of experts, forward and backward, with random choices: without a capacity, and with one of 1.25."""
+    tokens, d, e, f, k = size.experts
+    mesh = spmd.make_mesh(ep=1, devices=jax.devices()[:1])
+    shapes = ((1, tokens, d), (d, e), (e, d, f), (e, d, f), (e, f, d))
+    args = [jax.random.normal(jax.random.key(i), shape).astype(jnp.bfloat16) for i, shape in enumerate(shapes)]
+    x, *weights = (x / x.shape[-2] ** 0.5 if i else x for i, x in enumerate(args))
+    layouts = ("b/ep s d", "d e", "e/ep d f", "e/ep d f", "e/ep f d")
+
+    def step_of(factor: float | None) -> Any:
+        @spmd.kernel(in_layouts=layouts, out_layouts="b/ep s d", mesh=mesh)
+        def layer(x: Any, router: Any, *weights: Any) -> Any:
+            routing = parallel.router(x, router, k=k)
+            return parallel.moe(x, routing, *weights, capacity_factor=factor, dp=("ep",), ep="ep")[0]
+
+        loss = lambda *args: jnp.sum(jnp.square(layer(*args).astype(jnp.float32)))
+        return functools.partial(jax.jit(jax.grad(loss, argnums=(0, 2, 3, 4))), x, *weights)
+
+    return medians({"dropless": step_of(None), "capacity": step_of(1.25)}, size.repeats, until)
 
 
 # -------------------- the decoder
@@ -163,6 +193,18 @@ def profile() -> Any:
     return spmd.Hardware.from_devices(jax.devices()[:1]) if on_gpu() else None
 
 
+def ceilings(machine: Any) -> Any:
+    """The machine with the speed that one large product and one large copy have on it."""
+    n, bytes_ = 8192, 2**31
+    a = jax.random.normal(jax.random.key(0), (n, n)).astype(jnp.bfloat16)
+    x = jax.random.normal(jax.random.key(1), (bytes_ // 4,))
+    product, copy = jax.jit(lambda a: a @ a), jax.jit(lambda x: x + 1)
+    taken = medians({"product": lambda: product(a), "copy": lambda: copy(x)}, 20, time.monotonic() + 20)
+    speed = 2 * n**3 / taken["product"]
+    flops = {name: peak * speed / machine.peak("bfloat16") for name, peak in machine.flops.items()}
+    return dataclasses.replace(machine, flops=flops, hbm_bandwidth=2 * bytes_ / taken["copy"])
+
+
 def training(size: Size, until: float, machine: Any) -> dict[str, float | None]:
     """Tokens per second and more, of the decoder in bfloat16."""
     made = decoder(size)
@@ -178,12 +220,16 @@ def training(size: Size, until: float, machine: Any) -> dict[str, float | None]:
     compiled = lowered.compile()
     seconds["compile"] = time.perf_counter() - start
     one = medians({"step": lambda: compiled(made.params, made.tokens)}, size.repeats, until)["step"]
-    peak = predicted = None
+    peak = predicted = serial = planned = used = None
     if machine is not None:
         peak = machine.peak("bfloat16")
-        told = spmd.explain(jitted, made.params, made.tokens, hardware=machine, compiled=compiled)
-        predicted = told.time.overlapped if told.time else None
+        used = jax.devices()[0].memory_stats()["peak_bytes_in_use"]  # of all that ran before, too: nothing larger
+        predict = functools.partial(spmd.explain, jitted, made.params, made.tokens, compiled=compiled)
+        told, real = predict(hardware=machine), predict(hardware=ceilings(machine))
+        predicted, serial, planned = told.time.overlapped, real.time.serial, told.memory.total
     return {
+        "peak_over_planned": None if planned is None else used / planned,
+        "measured_over_ceilings": None if serial is None else one / serial,
         "seconds": one,
         "tokens_per_second": made.tokens.size / one,
         "mfu": None if peak is None else made.flops / one / peak,
@@ -203,9 +249,10 @@ def measured(size: Size, seconds: float, machine: Any) -> dict[str, Any]:
     return {
         "device": f"{first.device_kind} ({first.platform})",
         "jax": jax.__version__,
-        "block": blocks(size, start + seconds / 3),
-        "transform": transforms(size, start + seconds * 2 / 3),
-        "decoder": training(size, start + seconds, machine),
+        "decoder": training(size, start + seconds / 3, machine),
+        "block": blocks(size, start + seconds * 2 / 3),
+        "transform": transforms(size, start + seconds * 5 / 6),
+        "experts": experts(size, start + seconds),
     }
 
 
@@ -217,8 +264,17 @@ def table(found: dict[str, Any]) -> str:
         for other in ("shard_map by hand", "plain jit"):
             rows.append((f"block, {name}", f"{block[name] / block[other]:.3f}", other))
     rows.append(("fftn", f"{transform['spmd.fft'] / transform['jnp.fft']:.3f}", "jnp.fft.fftn"))
-    shown = {"tokens_per_second": "{:.0f} tokens/s", "mfu": "{:.1%} MFU", "measured_over_predicted": "{:.2f}"}
-    against = {"measured_over_predicted": "explain's time", "mfu": "the device's peak"}
+    experts = found["experts"]
+    rows.append(
+        ("experts without a capacity", f"{experts['dropless'] / experts['capacity']:.2f}", "a capacity of 1.25")
+    )
+    against = {
+        "mfu": "the device's peak",
+        "measured_over_predicted": "explain's time, all overlaps",
+        "measured_over_ceilings": "explain's time with speeds measured here, nothing overlaps",
+        "peak_over_planned": "explain's memory",
+    }
+    shown = {"tokens_per_second": "{:.0f} tokens/s", "mfu": "{:.1%} MFU", **dict.fromkeys([*against][1:], "{:.3f}")}
     for name, form in shown.items():
         figure = "-" if decoder[name] is None else form.format(decoder[name])
         rows.append((f"decoder, {name.replace('_', ' ')}", figure, against.get(name, "")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -34,6 +36,18 @@ def a_soft_cap_in_a_kernel_without(mesh):
 @fixed
 def a_soft_cap_in_a_kernel_without_fixed(mesh, fix):
     out = run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, softcap=5.0, **fix()))
+    np.testing.assert_allclose(out, np.ones((2, 8, 4, 2)), rtol=1e-6)
+
+
+@bad
+def a_kernel_for_other_dtypes(mesh):
+    with mock.patch("spmd._compat.may_run_on_gpu", return_value=True):
+        run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, implementation="cudnn"))
+
+
+@fixed
+def a_kernel_for_other_dtypes_fixed(mesh, fix):
+    out = run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, **fix()))
     np.testing.assert_allclose(out, np.ones((2, 8, 4, 2)), rtol=1e-6)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,6 +46,31 @@ def test_a_program_for_cudnn_can_be_planned_and_tested_without_a_gpu():
     plans = [spmd.explain(layer(one, nowhere), q, k, v, hardware="h100") for one in ("cudnn", None)]
     assert plans[0].time == plans[1].time and plans[0].memory == plans[1].memory
     assert plans[0].time.kernels == ("attention",)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_cudnn_is_asked_for(causal):
+    """cuDNN has windows that look back, and none that look ahead: these are a mask. Seen on an H200."""
+    q, k, v = normal(2, 7, 4, 8), normal(2, 7, 2, 8), normal(2, 7, 2, 8)
+    asked = []
+
+    def cudnn(q, k, v, *, is_causal, local_window_size, implementation, **known):
+        assert implementation == "cudnn"
+        asked.append((is_causal, local_window_size))
+        return plain(q, k, v, is_causal=is_causal, local_window_size=local_window_size, implementation="xla", **known)
+
+    def attend(implementation, mesh):
+        body = lambda *args: nn.dot_product_attention(*args, causal=causal, window=3, implementation=implementation)
+        return spmd.kernel("b s h k, b s g k, b s g k -> b s h k", mesh=mesh)(body)
+
+    plain, mesh, narrow = jax.nn.dot_product_attention, spmd.make_mesh(x=1), [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    with (
+        mock.patch("spmd._compat.may_run_on_gpu", return_value=True),
+        mock.patch("jax.nn.dot_product_attention", cudnn),
+    ):
+        found = attend("cudnn", mesh)(*narrow)
+    assert asked == [(True, (2, 0)) if causal else (False, None)]
+    np.testing.assert_allclose(found.astype(jnp.float32), attend(None, mesh)(q, k, v), atol=0.05)
 
 
 def test_positions_say_what_stands_where():

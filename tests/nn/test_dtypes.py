@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +37,46 @@ def test_wider_numbers_stay_wide():
         for a, b in zip(found, truth, strict=True):
             assert a.dtype == np.float64
             np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-10)
+
+
+def losses_of(dtype, tokens):
+    """The loss of a mean over tokens, and its gradients by x and the table, in a dtype; the truth in float32."""
+    x, table = (
+        jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate([(tokens, 8), (32, 8)])
+    )
+    labels = jax.random.randint(jax.random.key(2), (tokens,), 0, 32)
+
+    def ours(x, table):
+        return nn.linear_cross_entropy(x, table, labels, chunks=4)
+
+    def scored(x, table):
+        return nn.cross_entropy(nn.unembedding(x, table), labels)
+
+    loss, both = (spmd.kernel("s d, v d -> scalar", mesh=spmd.make_mesh(x=1))(one) for one in (ours, scored))
+    whole = (x.astype(jnp.float32), table.astype(jnp.float32))
+    with jax.default_matmul_precision("highest"):
+        truth = jax.grad(both, argnums=(0, 1))(*whole)
+    return [jax.grad(one, argnums=(0, 1)) for one in (loss, both)], (x, table), truth
+
+
+def test_gradients_of_scores_multiply_in_the_dtype_of_the_operands():
+    """float32 has half the speed of bfloat16 or less. Scores and losses are float32 all the same."""
+    gradients, args, truth = losses_of(jnp.bfloat16, 64)
+    for gradient in gradients:
+        products = re.findall(r"dot_general.*: \((.*)\) -> (.*)", jax.jit(gradient).lower(*args).as_text())
+        assert all("f32" not in operands for operands, _ in products)
+        assert sorted({"f32" in result for _, result in products}) == [False, True]  # gradients, scores
+        for a, b in zip(gradient(*args), truth, strict=True):
+            assert a.dtype == jnp.bfloat16
+            assert np.linalg.norm(a.astype(np.float32) - b) < 6e-3 * np.linalg.norm(b)
+
+
+def test_gradients_of_scores_in_float16_do_not_underflow():
+    """A mean over many tokens has slopes that float16 does not hold."""
+    gradients, args, truth = losses_of(jnp.float16, 2**14)
+    for gradient in gradients:
+        a, b = gradient(*args)[1].astype(np.float32), np.asarray(truth[1])
+        assert np.linalg.norm(a - b) < 2e-3 * np.linalg.norm(b)
 
 
 def body_in_numpy(x, table, k, labels):

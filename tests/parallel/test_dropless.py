@@ -135,6 +135,23 @@ def test_rows_without_gaps_give_the_same(mesh, tokens, axes, rows, monkeypatch) 
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max() + 1e-7)
 
 
+@pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
+def test_products_in_tiles_give_the_same(mesh, tokens, axes) -> None:
+    """GPUs have no kernel for `ragged_dot`: there rows are multiplied in tiles. The types suspect nothing of it."""
+    args, found = arguments(), {}
+    for tiled in (False, True):
+        with mock.patch("spmd._compat.may_run_on_gpu", return_value=tiled):
+            kernel = dropless(mesh, tokens, axes, rows=30)
+            loss = lambda *args, run=kernel: (run(*args)[0] ** 2).sum() * 1e-4
+            traced = jax.jit(jax.value_and_grad(loss, range(5))).trace(*args)
+            assert ("ragged_dot" in str(traced.jaxpr)) != tiled
+            found[tiled] = traced.lower().compile()(*args)
+            verdict = spmd.check(kernel, *args)
+            assert verdict.verdict.kind in ("proved", "tested"), verdict
+    for a, b in zip(*map(jax.tree.leaves, found.values()), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.abs(b).max() + 1e-7)
+
+
 def test_on_other_hardware_rows_have_no_gaps() -> None:
     """It traces, is accepted and lowers: two ragged_all_to_alls forward and two backward, and no other all_to_all."""
     mesh, tokens, axes = LAYERS[1]
