@@ -244,8 +244,8 @@ def moe(
     size of sp), so pass `groups` to compare results between meshes.
 
     Without a capacity (`capacity_factor=None`) no expert has places. A device sorts its choices by expert, sends them
-    to the experts' devices, and each expert multiplies the rows that it has (`jax.lax.ragged_dot`). `rows` bounds what
-    one device takes from the blocks that it exchanges with; in a block of t tokens, by default all that can come: ep
+    to the experts' devices, and each expert multiplies the rows that it has (`jax.lax.ragged_dot`, on GPUs a loop over
+    tiles of rows). `rows` bounds what one device takes from the blocks that it exchanges with; in a block of t tokens, by default all that can come: ep
     min(k, e/ep) t. With fewer rows, those of the last blocks, and of the last experts in a block, find no room: they
     count zero, and `drop_rate` counts them. So only with `rows` does the result depend on the mesh; `groups` do not
     matter.
@@ -269,7 +269,7 @@ def moe(
     Memory: the places, A elements before and after the experts (times tp with tp in sp), and twice A f / d hidden
     units. There is no array of tokens x experts x places. Gathers move rows, also in the backward pass. Without a
     capacity, the rows that can come, times d and twice f. On CPUs JAX computes `ragged_dot` by a masked copy of the
-    rows for each expert of a device; on GPUs and TPUs, what XLA has for it.
+    rows for each expert of a device; TPUs have a kernel for it. On GPUs a loop over tiles needs no copies.
 
     Args:
       x: The tokens.

@@ -223,12 +223,13 @@ def training(size: Size, until: float, machine: Any) -> dict[str, float | None]:
     peak = predicted = serial = planned = used = None
     if machine is not None:
         peak = machine.peak("bfloat16")
-        used = jax.devices()[0].memory_stats()["peak_bytes_in_use"]  # of all that ran before, too: nothing larger
+        stats = jax.devices()[0].memory_stats() or {}  # none on CPUs
+        used = stats.get("peak_bytes_in_use")  # of all that ran before, too: nothing larger
         predict = functools.partial(spmd.explain, jitted, made.params, made.tokens, compiled=compiled)
         told, real = predict(hardware=machine), predict(hardware=ceilings(machine))
         predicted, serial, planned = told.time.overlapped, real.time.serial, told.memory.total
     return {
-        "peak_over_planned": None if planned is None else used / planned,
+        "peak_over_planned": None if used is None else used / planned,
         "measured_over_ceilings": None if serial is None else one / serial,
         "seconds": one,
         "tokens_per_second": made.tokens.size / one,
