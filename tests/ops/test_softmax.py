@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.errors import CommunicationError, LayoutError, SpmdError
 from spmd.modes import MODES
 from spmd.ops import argmax, argmin, argsort, cumsum, reduce, softmax
 from tests import simulator
-from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
+from tests.ops.harness import backward_counts, close, counts, pulled, run
 from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
@@ -246,71 +245,6 @@ def test_under_vmap_scan_and_remat() -> None:
     fn = run(body, MESH, ["t s/tp"], "t s/tp")
     expected = lambda x: 2 * jax.vmap(plain)(x)
     jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, x), pulled(expected, x))
-
-
-GOLDEN = [
-    (
-        lambda x: softmax(x, "b k/tp"),
-        """\
-softmax(x, "b k/tp")
-softmax works along the dimensions in brackets.
-got: no brackets
-advice: as in [k/tp]""",
-    ),
-    (
-        lambda x: argmax(x, "[b] [k/tp]"),
-        """\
-argmax(x, "[b] [k/tp]")
-argmax works along the one dimension in brackets.
-got: 2 in brackets
-advice: one pair of brackets around one dimension""",
-    ),
-    (
-        lambda x: argmax(x, "b [k/tp] -> b/tp"),
-        """\
-argmax(x, "b [k/tp] -> b/tp")
-                       ^^^^
-argmax keeps the placement of the other dimensions: b on the left is b/tp on the right.
-advice: all_gather, split or relayout the result in a line of its own""",
-    ),
-    (
-        lambda x: argmax(x, "b [k/tp] -> k"),
-        """\
-argmax(x, "b [k/tp] -> k")
-argmax keeps the dimensions that are not in brackets: b.
-got: right: k""",
-    ),
-    (
-        lambda x: softmax(x, "b [k] {U:tp}"),
-        """\
-softmax(x, "b [k] {U:tp}")
-softmax of a partial sum is not softmax of its parts: psum first.
-fix: spmd.psum(x, "b k {U:tp} -> b k")
-fix: "b [k]\"""",
-    ),
-]
-
-
-@pytest.mark.parametrize(("call", "expected"), GOLDEN)
-def test_errors_say_what_is_wrong_and_what_to_write(call, expected: str) -> None:
-    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
-        call(jnp.ones((8, 8)))
-    assert str(caught.value).strip("\n") == expected
-
-
-@pytest.mark.parametrize(
-    ("call", "part"),
-    [
-        (lambda x: softmax(x, "b [k]", where=x), "an array of booleans"),
-        (lambda x: softmax(x, "b [k]", where=jnp.ones((3, 8), bool)), "does not broadcast"),
-        (lambda x: argmax(x.astype(complex), "b [k]"), "needs numbers that are ordered"),
-        (lambda x: cumsum(x, "b [1+k/tp+1]"), "in brackets"),
-    ],
-)
-def test_other_errors(call, part: str) -> None:
-    with frame(MESH).enter(), pytest.raises(SpmdError) as caught:
-        call(jnp.ones((8, 8)))
-    assert part in str(caught.value)
 
 
 def test_the_comparison_can_fail() -> None:
