@@ -7,8 +7,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-__all__ = ["Golden", "written_anew"]
+import pytest
+
+from spmd.errors import SpmdError
+
+__all__ = ["Golden", "raised", "written_anew"]
 
 HEADER = "=== "
 
@@ -32,3 +37,11 @@ class Golden:
     def write(self, texts: Mapping[str, str]) -> None:
         """Write the texts in their order."""
         self.path.write_text("\n\n".join(f"{HEADER}{name}\n{text}" for name, text in texts.items()) + "\n")
+
+
+def raised(call: str, names: Mapping[str, Any]) -> str:
+    """Return the class and the text of the error that a call raises."""
+    with pytest.raises(SpmdError) as caught:
+        eval(call, dict(names))
+    text = str(caught.value).split("\n--------------------")[0].strip("\n")
+    return f"{type(caught.value).__name__}\n{text}"

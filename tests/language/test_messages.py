@@ -14,42 +14,31 @@ import pytest
 from spmd.errors import SpmdError
 from spmd.language import Atom, AxisMapping, Dim, Layout, Pattern
 from tests.errors.registry import fixes_of
-from tests.goldens import Golden, written_anew
+from tests.goldens import Golden, raised, written_anew
 
 NAMES = {one.__name__: one for one in (Atom, AxisMapping, Dim, Layout, Pattern)} | {"np": np}
 GOLDEN = Golden(Path(__file__).with_name("messages.txt"))
 TEXTS = GOLDEN.read()
 
 
-def raised(expression: str) -> SpmdError:
-    with pytest.raises(SpmdError) as caught:
-        eval(expression, NAMES)
-    return caught.value
-
-
-def told(expression: str) -> str:
-    """Return the class and the text of the error."""
-    error = raised(expression)
-    [text] = error.args
-    return f"{type(error).__name__}\n{text}"
-
-
 if written_anew():
 
     def test_write():
-        GOLDEN.write({expression: told(expression) for expression in TEXTS})
+        GOLDEN.write({expression: raised(expression, NAMES) for expression in TEXTS})
 
 
 @pytest.mark.parametrize("expression", TEXTS)
 def test_message(expression):
-    assert told(expression) == TEXTS[expression]
+    assert raised(expression, NAMES) == TEXTS[expression]
 
 
 @pytest.mark.parametrize("expression", TEXTS)
 def test_carets_stand_under_the_call_also_in_a_traceback(expression):
+    with pytest.raises(SpmdError) as caught:
+        eval(expression, NAMES)
     _, *lines = TEXTS[expression].split("\n")
     has_carets = len(lines) > 1 and set(lines[1]) <= {" ", "^"}
-    assert str(raised(expression)).startswith("\n") == has_carets
+    assert str(caught.value).startswith("\n") == has_carets
 
 
 def test_there_are_many_and_each_says_something_else():
