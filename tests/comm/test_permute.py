@@ -94,20 +94,6 @@ def test_derivatives(verb, seed) -> None:
         assert sim.same(np.asarray(gradient), move.wanted(verb, weights, back=True))
 
 
-@both
-@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-def test_inside_transformations(verb, mode) -> None:
-    move = Move(207 + len(mode))
-    x = move.sampler.array((3, *move.shape))
-    wanted = np.stack([move.wanted(verb, one) for one in x])
-    scanned = lambda run: lambda x: jax.lax.scan(lambda carry, one: (carry, run(one)), jnp.int32(0), x)[1]
-    for wrap in (jax.vmap, scanned, lambda run: jax.checkpoint(jax.vmap(run))):
-        run = getattr(move.kernel(verb, wrap, lead="n "), mode)
-        assert sim.same(np.asarray(run(x)), wanted)
-    outside = jax.vmap(getattr(move.kernel(verb), mode))(x)
-    assert sim.same(np.asarray(outside), wanted)
-
-
 def test_blocks_are_numbered_by_the_layout_not_by_the_mesh() -> None:
     mesh = device_mesh({"x": 2, "y": 3})
     values = np.arange(6)

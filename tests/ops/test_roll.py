@@ -15,24 +15,9 @@ from spmd.modes import MODES
 from spmd.ops import roll
 from tests import simulator
 from tests.ops.harness import backward_counts, close, make_mesh, pulled, pulling, run
-from tests.sampler import Sampler, seeds, share
+from tests.sampler import Sampler, share
 
 MESH = {"dp": 2, "tp": 4}
-
-
-@pytest.mark.parametrize("seed", seeds(6))
-def test_random_calls_equal_numpy(seed: int) -> None:
-    sampler = Sampler(seed)
-    mesh = sampler.mesh()
-    layout = sampler.layout("b s d", mesh, used=0.9)
-    along = sampler.choice(["b", "s", "d"])
-    sizes = sampler.sizes("b s d", mesh, [layout])
-    x = sampler.array([sizes[n] for n in simulator.read(layout).names], sampler.dtype())
-    by = int(sampler.rng.integers(-2 * sizes[along], 2 * sizes[along] + 1))
-    marked = " ".join(f"[{w}]" if w.split("/")[0] == along else w for w in layout.split())
-    for mode in ("explicit", "reference"):
-        found = run(lambda x: roll(x, marked, by), mesh, [layout], layout, mode)(x)
-        close(found, simulator.roll(x, marked, by))
 
 
 @pytest.mark.parametrize("by", [1, -5, 4, 16, 11])

@@ -21,30 +21,6 @@ MESH = {"dp": 2, "tp": 4}
 SPECIAL = [np.nan, 0.0, -0.0, 3.0, np.inf, -np.inf, -1.0, np.nan, 2.0, 2.0, 0.0, -1.0, 7.0, -7.0, 2.0, 5.0]
 
 
-def marked(layout: str, along: str) -> str:
-    return " ".join(f"[{w}]" if w.split("/")[0] == along else w for w in layout.split())
-
-
-@pytest.mark.parametrize("seed", seeds(8))
-def test_random_calls_equal_numpy(seed: int) -> None:
-    """With one dimension more or none, of any size: by exchange of dimensions and by the network."""
-    sampler = Sampler(seed)
-    mesh = sampler.mesh()
-    dims = sampler.choice(["s", "s d", "b s d"])
-    layout = sampler.layout(dims, mesh, used=0.9)
-    along = sampler.choice(dims.split())
-    sizes = sampler.sizes(dims, mesh, [layout])
-    x = sampler.array([sizes[n] for n in simulator.read(layout).names], sampler.dtype(kinds="fi"))
-    axis = simulator.read(layout).names.index(along)
-    descending = bool(sampler.rng.integers(2))
-    wanted = np.flip(np.sort(x, axis), axis) if descending else np.sort(x, axis)
-    for mode in ("explicit", "reference"):
-        body = lambda x: sort(x, marked(layout, along), descending=descending)
-        close(run(body, mesh, [layout], layout, mode)(jnp.asarray(x)), wanted)
-        body = lambda x: flip(x, marked(layout, along))
-        close(run(body, mesh, [layout], layout, mode)(jnp.asarray(x)), np.flip(x, axis))
-
-
 @pytest.mark.parametrize("descending", [False, True])
 @pytest.mark.parametrize(
     "layout", share(["[s/tp]", "[s/tp/dp]", "[s/dp/tp]", "[s/tp] 3", "4 [s/tp/dp]", "b/dp [s/tp]"])

@@ -12,7 +12,7 @@ from spmd.modes import MODES
 from spmd.ops import take
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
-from tests.sampler import Sampler, seeds, share
+from tests.sampler import Sampler, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -57,20 +57,6 @@ def test_values_and_gradients_in_every_mode(pattern: str) -> None:
     for mode in MODES if pattern == PATTERNS[0] else ("explicit", "reference"):
         fn = run(lambda t, i: take(t, i, pattern, **known), MESH, plain, output, mode)
         jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, table, ids, by=weights), expected)
-
-
-@pytest.mark.parametrize("seed", seeds(4))
-def test_random_meshes(seed: int) -> None:
-    sampler = Sampler(seed)
-    mesh = sampler.mesh()
-    names = list(mesh)
-    rows, ids = "/".join(["[v", names[0]]) + "]", "/".join(["b", names[1]])
-    pattern = f"{rows} d, {ids} s -> {ids} d s/{names[0]}"
-    v, b = mesh[names[0]] * 3, mesh[names[1]] * 2
-    table, numbers = sampler.array((v, 5), sampler.dtype()), sampler.rng.integers(0, v, (b, mesh[names[0]] * 2))
-    plain = [f"v/{names[0]} d", f"{ids} s"]
-    fn = run(lambda t, i: take(t, i, pattern), mesh, plain, f"{ids} d s/{names[0]}")
-    close(fn(jnp.asarray(table), jnp.asarray(numbers, jnp.int32)), simulator.take(table, numbers, pattern), 0.02)
 
 
 @pytest.mark.parametrize(
