@@ -130,6 +130,4 @@ def _(x):
     return lax.pmean(x.var(-1) + mean**2, "tp") - lax.pmean(mean, "tp") ** 2
 
 
-@mean_of_squared_means.whole
-def _(x):
-    return x.var(-1)
+mean_of_squared_means.whole(lambda x: x.var(-1))
