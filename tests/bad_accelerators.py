@@ -1,7 +1,5 @@
 """Machines that cannot be."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import jax

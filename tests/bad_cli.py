@@ -1,7 +1,5 @@
 """Wrong words on the command line."""
 
-from __future__ import annotations
-
 from spmd._cli.commands import named_numbers
 from tests.errors.registry import bad
 

@@ -1,7 +1,5 @@
 """Meshes, modes and scopes that cannot be."""
 
-from __future__ import annotations
-
 import types
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Wrong calls of `shard`, `init` and their relatives, and trees of layouts that do not fit."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

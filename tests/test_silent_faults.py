@@ -3,8 +3,6 @@
 The raw half of each test states the wrong number itself, so that a JAX that learns better is noticed.
 """
 
-from __future__ import annotations
-
 import contextvars
 
 import jax

@@ -1,7 +1,5 @@
 """Programs that are wrong though each call is right: what leaves a kernel is not what its pattern says."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

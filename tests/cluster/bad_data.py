@@ -1,7 +1,5 @@
 """Batches and checkpoints that cannot be."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from unittest import mock

@@ -1,7 +1,5 @@
 """Numbers that a guard refuses."""
 
-from __future__ import annotations
-
 import tempfile
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Programs of several processes that cannot start."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 

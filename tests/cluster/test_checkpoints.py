@@ -1,7 +1,5 @@
 """Checkpoints: what is restored on which mesh, and what happens to damaged ones."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

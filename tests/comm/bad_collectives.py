@@ -1,7 +1,5 @@
 """Wrong calls of verbs: gathers, scatters, sums, shifts and permutations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What `plan` and `relayout` cannot plan."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd

@@ -1,7 +1,5 @@
 """Placement by named axes that cannot be, and what Haliax passes over in silence."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Wrong questions to `explain`."""
 
-from __future__ import annotations
-
 import spmd
 from tests.errors.registry import X, bad, fixed
 

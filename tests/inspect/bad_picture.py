@@ -1,7 +1,5 @@
 """Wrong pictures."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Which compiled collective belongs to which written one: on records made by hand, and on programs of every shape."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Memory and time from few numbers, added up by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 import spmd

@@ -1,7 +1,5 @@
 """What a beginner writes: NumPy's and JAX's habits in a body that holds blocks."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

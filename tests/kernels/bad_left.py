@@ -1,7 +1,5 @@
 """Axes that a kernel cannot leave to the compiler."""
 
-from __future__ import annotations
-
 import jax
 from jax.sharding import AxisType
 

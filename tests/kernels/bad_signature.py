@@ -1,7 +1,5 @@
 """Wrong kernels: their patterns, arguments, sizes, mappings and statics."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Wrong loops, branches and raw JAX in a kernel, whose errors are told again."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Layouts and mappings that cannot be; tests/language/test_messages.py has all the others."""
 
-from __future__ import annotations
-
 import spmd
 from tests.errors.registry import bad, fixed
 

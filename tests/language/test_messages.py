@@ -3,8 +3,6 @@
 A new one is a line `=== expression` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/language` writes the texts anew.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Linear layers, embeddings and norms that are given what does not fit."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

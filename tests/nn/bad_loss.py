@@ -1,7 +1,5 @@
 """Losses and dropout that are given what does not fit."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

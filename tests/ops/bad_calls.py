@@ -1,7 +1,5 @@
 """Wrong calls of the operations that have no file of their own here."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

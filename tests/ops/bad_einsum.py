@@ -1,7 +1,5 @@
 """Wrong calls of `einsum`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd

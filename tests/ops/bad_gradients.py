@@ -1,7 +1,5 @@
 """Losses whose gradient cannot be taken inside, and aux that is not declared."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd

@@ -1,7 +1,5 @@
 """Grids and functions of positions that cannot be."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """Linear algebra that cannot be."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

@@ -1,7 +1,5 @@
 """annotate, assert_equal, debug_print, per_shard, typeof: what a body says about its values."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Islands: per-shard code gives the same values and gradients in all modes, or an error that says why not."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

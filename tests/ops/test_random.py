@@ -1,7 +1,5 @@
 """`spmd.random` is `jax.random` on the whole shape, bit for bit, on every mesh."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random as pyrandom

@@ -1,7 +1,5 @@
 """Sizes, offsets and places: the same answers from strings in all modes, and errors that say what to do."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Wrong calls of rings, of Ulysses and of placements of a sequence."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 import spmd

@@ -1,7 +1,5 @@
 """Wrong uses of what rests divided: layouts, gathers, stacks, norms, accumulation."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 

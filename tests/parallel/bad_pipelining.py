@@ -1,7 +1,5 @@
 """Pipelines, schedules and overlapped products that are given what does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd

@@ -1,7 +1,5 @@
 """Programs that `port` refuses."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans as explicit kernels: equal numbers, and no byte more than what the compiler's own program sends."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Slices, lookups and updates along whole dimensions: equal numbers, and no byte more than the plan says."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Loops and branches as functions of a kernel: equal numbers, no byte more than the plan says, and gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """What a loop need not do in each round, a frozen loop does once, if that is right and sends less."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Wrong calls of `search`."""
 
-from __future__ import annotations
-
 import jax
 
 import spmd

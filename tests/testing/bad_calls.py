@@ -1,7 +1,5 @@
 """What the assertions of `spmd.testing` cannot work with."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Axes: another one than meant, or two in another order."""
 
-from __future__ import annotations
-
 from jax import lax
 
 from spmd import relayout

@@ -1,7 +1,5 @@
 """Strings that say another layout than the value has, some operations after the arguments."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """Decisions from a shard: a condition, a choice, a loop that ends when one block says so."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """Collectives that some devices do not reach. The wrong ones never run: they would wait for ever."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

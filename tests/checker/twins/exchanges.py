@@ -1,7 +1,5 @@
 """Exchanges: the wrong dimension is split, joined, gathered or scattered."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

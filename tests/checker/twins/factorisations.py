@@ -1,7 +1,5 @@
 """Factorisations and solvers: of a block, or of a product that is not complete."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import jax.scipy.linalg
 from jax import lax

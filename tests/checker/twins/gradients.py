@@ -1,7 +1,5 @@
 """Gradients inside a kernel: of local means and copies, scaled or summed once too often, or not summed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

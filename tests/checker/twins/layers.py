@@ -1,7 +1,5 @@
 """Ready-made layers on a stream whose division they are not told of."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Layouts that are lost after the first operation: gathered in another order than they were divided."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """Means of unequal means, and other statistics that do not average."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """The mistake lies inside: of a loop, a branch, a solver, a transformed function, a function of one's own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

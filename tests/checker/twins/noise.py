@@ -1,7 +1,5 @@
 """Random numbers: the same for all blocks, or different on copies."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """Partial sums: used before they are complete, or completed twice."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

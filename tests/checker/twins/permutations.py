@@ -1,7 +1,5 @@
 """Permutations and rings: another direction, a step too few, another's block."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

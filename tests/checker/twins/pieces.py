@@ -1,7 +1,5 @@
 """Plain JAX on a piece: a function of the whole dimension, called on a part of it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """Numbers counted from the start of the block: positions, masks, ids, labels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

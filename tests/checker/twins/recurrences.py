@@ -1,7 +1,5 @@
 """Recurrences over a divided sequence: each block starts anew."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """Results that leave the kernel as something else: a block or a partial sum as the whole, copies as blocks."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

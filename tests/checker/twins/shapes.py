@@ -1,7 +1,5 @@
 """A divided dimension merged, split, tiled, joined, flipped, padded, cut or exchanged as if it were whole."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

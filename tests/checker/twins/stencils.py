@@ -1,7 +1,5 @@
 """Stencils: without the neighbours' values, with those of the wrong side, or with too few."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """Right programs that look wrong: an alarm on one of them would be false. Each wrong one is a step beside it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """Integers that each device knows without any data: positions, own rows, sides."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 

@@ -1,7 +1,5 @@
 """Transforms along a divided dimension."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax

@@ -1,7 +1,5 @@
 """What is done to each block and undone again is right; what stays done is not."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
