@@ -1,5 +1,7 @@
 """A program whose lines the golden tables name: keep them where they are."""
 
+from __future__ import annotations
+
 import jax
 
 import spmd
