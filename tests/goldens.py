@@ -1,7 +1,5 @@
 """Texts that are pinned, in a file of sections. `SPMD_UPDATE_GOLDEN=1` writes it anew: read the difference then."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ A family is a function from choices to a `Program`. The pytest tests (`tests/tes
 (`tests/soak.py`) as many as there is time for; both by `attempt`, which compiles several at once.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A few random programs of every family, and proof that the soak finds a mistake and prints the line that repeats it."""
 
-from __future__ import annotations
-
 import ast
 import re
 

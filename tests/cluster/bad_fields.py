@@ -1,7 +1,5 @@
 """Fields that cannot be written or read."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import tempfile

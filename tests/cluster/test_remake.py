@@ -1,7 +1,5 @@
 """What is left of a run goes on by itself, and its numbers are those of a run that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

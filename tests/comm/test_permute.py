@@ -1,7 +1,5 @@
 """`ppermute` and `shift` against the simulator: values, derivatives, and places along several axes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

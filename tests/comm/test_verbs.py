@@ -1,7 +1,5 @@
 """Each verb against the simulator, over random meshes, layouts, spellings and dtypes, in all modes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -2,8 +2,6 @@
 runs them as the message says, and compares the numbers with plain JAX on one device. Where the message has a line
 `fix:`, that line itself is run: the program takes it as its argument `fix`, and says what its names stand for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

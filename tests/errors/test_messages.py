@@ -4,8 +4,6 @@ The bad inputs stand beside the tests of the modules that refuse them, in files 
 `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/errors` writes the file anew; read the difference before committing it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import re

@@ -1,7 +1,5 @@
 """Pictures of layouts and arrays: what they draw is compared with JAX's own index maps and with plain cutting."""
 
-from __future__ import annotations
-
 import builtins
 import itertools
 import math

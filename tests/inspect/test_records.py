@@ -1,7 +1,5 @@
 """The written view as values: its sums are those of its parts, and all of it can be written as JSON."""
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -3,8 +3,6 @@
 A new one is a line `=== call` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/kernels -k write` writes the texts anew.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

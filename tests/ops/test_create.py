@@ -1,7 +1,5 @@
 """`zeros`, `ones`, `full`, `iota`: values, JAX's types, errors."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

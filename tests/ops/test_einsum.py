@@ -1,7 +1,5 @@
 """`einsum`: values and gradients in all modes, collectives, and errors."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """`linspace`, `meshgrid`, `from_function`: coordinates created sharded."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -4,8 +4,6 @@ A new one is a line `=== call` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tes
 anew. What needs a kernel, and what a pasted `fix:` computes, is in the files `bad_*.py`.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import jax.numpy as jnp

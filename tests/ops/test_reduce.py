@@ -1,7 +1,5 @@
 """`reduce`: values, gradients (ties too), collectives, scalars closed on every axis, errors."""
 
-from __future__ import annotations
-
 import functools
 from typing import get_args
 

@@ -1,7 +1,5 @@
 """`roll` by elements, along whole and divided dimensions."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """`softmax`, `argmax`, `cumsum` along divided dimensions."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

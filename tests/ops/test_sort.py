@@ -1,7 +1,5 @@
 """`sort`, `argsort` and `flip` along whole and divided dimensions."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

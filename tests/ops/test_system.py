@@ -1,7 +1,5 @@
 """What the solvers read of a call: which axes divide the vector, and how many elements it has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

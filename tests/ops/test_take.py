@@ -1,7 +1,5 @@
 """`take`: rows of whole and divided tables."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

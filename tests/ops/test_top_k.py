@@ -1,7 +1,5 @@
 """`top_k` along whole and divided dimensions."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

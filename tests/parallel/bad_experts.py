@@ -1,7 +1,5 @@
 """Layers of experts that cannot be."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd

@@ -1,7 +1,5 @@
 """Losses of pipelines, whose gradients are made in the forward pass: numbers, what is sent, and what is kept."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """The same results and gradients on any mesh: what is right passes, and what is wrong is told with its cause."""
 
-from __future__ import annotations
-
 import dataclasses
 import types
 from pathlib import Path
