@@ -16,8 +16,8 @@ from spmd.kernels import _kernel
 ROWS = "b/dp d -> b/dp d"
 
 
-def mesh():
-    return spmd.make_mesh(dp=2, tp=4)
+def mesh(**axes):
+    return spmd.make_mesh(**(axes or {"dp": 2, "tp": 4}))
 
 
 def on(*shapes):
