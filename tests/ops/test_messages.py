@@ -6,6 +6,7 @@ anew. What needs a kernel, and what a pasted `fix:` computes, is in the files `b
 
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -16,7 +17,15 @@ from tests.ops.harness import frame
 GOLDEN = Golden(Path(__file__).with_name("messages.txt"))
 TEXTS = GOLDEN.read()
 IDS = jnp.zeros((4, 8), jnp.int32)
-NAMES = vars(spmd.ops) | {"jnp": jnp, "x": jnp.ones((8, 8)), "w": jnp.ones((8, 12)), "ids": IDS}
+NAMES = vars(spmd.ops) | {
+    "jax": jax,
+    "jnp": jnp,
+    "random": spmd.random,
+    "key": jax.random.key(0),
+    "x": jnp.ones((8, 8)),
+    "w": jnp.ones((8, 12)),
+    "ids": IDS,
+}
 
 
 def told(call: str) -> str:
