@@ -11,6 +11,7 @@ from spmd.errors import SpmdError
 from spmd.propagation._lookups import RULES
 from tests.propagation.frozen import compare, enter
 from tests.propagation.programs import struct
+from tests.sampler import share
 
 PROGRAMS = {}
 entered = functools.partial(enter, PROGRAMS)
@@ -83,7 +84,7 @@ def turned_round(x):
     return jnp.flip(x, (0, 1))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", share(PROGRAMS))
 def test_a_program(mesh, name):
     sent, auto = compare(PROGRAMS[name], mesh)
     assert sent <= auto
