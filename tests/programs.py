@@ -342,7 +342,7 @@ def transforms(c: Choices) -> Program:
 # --- operations
 
 
-@family(5)
+@family(10)
 def einsum(c: Choices) -> Program:
     sampler = Sampler(c)
     mesh, pattern, sizes = test_einsum.random_call(sampler, c.choice(test_einsum.SHAPES))
@@ -373,7 +373,7 @@ def einsum(c: Choices) -> Program:
     )
 
 
-@family(5)
+@family(10)
 def reductions(c: Choices) -> Program:
     sampler, op = Sampler(c), c.choice(test_reduce.OPS)
     mesh, pattern = test_reduce.random_call(sampler, op)
@@ -429,7 +429,7 @@ def _topmost(x: Any, axis: int, k: int) -> Any:
     return jnp.moveaxis(values * (1 + places).astype(x.dtype), -1, axis)
 
 
-@family(5)
+@family(22)
 def along_a_dimension(c: Choices) -> Program:
     """softmax, cumsum, argmax, argmin, top_k, sort, argsort, flip, roll: along one dimension, whole or divided."""
     every = [

@@ -88,8 +88,8 @@ def test_argmax_is_that_of_numpy_for_ties_nans_and_signed_zeros(dtype: str) -> N
         ]
     x = jnp.asarray(rows).astype(dtype)
     for ours, theirs in ((argmax, jnp.argmax), (argmin, jnp.argmin)):
-        for mode in MODES:
-            found = run(lambda x, ours=ours: ours(x, "b [v/tp]"), MESH, ["b v/tp"], "b", mode)(x)
+        for mode, v in itertools.product(MODES, ("v/tp", "v/tp/dp")):
+            found = run(lambda x, ours=ours, v=v: ours(x, f"b [{v}]"), MESH, [f"b {v}"], "b", mode)(x)
             close(found, theirs(x, axis=1).astype(jnp.int32))
 
 

@@ -1,5 +1,7 @@
 """`top_k` along whole and divided dimensions."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -52,8 +54,8 @@ def test_ties_infinities_and_dtypes_are_those_of_lax(dtype: str) -> None:
         rows += [[1, 2, inf, 3, nan, inf, nan, 1], [-1, -0.0, -2, 0.0, 0.0, -1, 0, -1], [-inf] * 8]
     x = jnp.asarray(rows).astype(dtype)
     expected = jax.lax.top_k(x, 5)
-    for mode in ("explicit", "reference"):
-        fn = run(lambda x: top_k(x, "b [v/tp]", 5), MESH, ["b v/tp"], ["b k", "b k"], mode)
+    for mode, v in itertools.product(("explicit", "reference"), ("v/tp", "v/tp/dp")):  # ties over two axes, too
+        fn = run(lambda x, v=v: top_k(x, f"b [{v}]", 5), MESH, [f"b {v}"], ["b k", "b k"], mode)
         jax.tree.map(close, tuple(fn(x)), tuple(expected))
 
 
