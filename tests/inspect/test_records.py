@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from spmd.inspect._records import Boundary, Written, WrittenCollective
+from spmd.inspect import Boundary, Written, WrittenCollective
 
 
 def one(rng: random.Random) -> WrittenCollective:

@@ -3,8 +3,8 @@
 import pytest
 
 import spmd
-from spmd.inspect._records import Written
-from spmd.inspect._roofline import Memory, Time, memory_of
+from spmd.inspect import Memory, Time, Written
+from spmd.inspect._roofline import memory_of
 
 
 def test_what_is_donated_counts_once():
