@@ -30,7 +30,7 @@ _EXAMPLES = """examples:
 
 
 def _called() -> str:
-    """How the command was called: by its script, or as a module."""
+    """Return how the command was called: by its script, or as a module."""
     return "spmd" if Path(sys.argv[0]).stem == "spmd" else "python -m spmd"
 
 

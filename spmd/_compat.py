@@ -40,7 +40,7 @@ def installed(package: str) -> str | None:
 
 
 def in_jax(filename: str) -> bool:
-    """Whether a line of a traceback is JAX's own."""
+    """Return whether a line of a traceback is JAX's own."""
     return filename.startswith(_JAX)
 
 
@@ -50,7 +50,7 @@ _COMPILING = tuple(f"{_JAX}_src{os.sep}{name}" for name in ("compiler.py", *(
 
 
 def compiles(filename: str) -> bool:
-    """Whether JAX makes a program in the functions of a file, and runs none."""
+    """Return whether JAX makes a program in the functions of a file, and runs none."""
     return filename in _COMPILING
 
 
@@ -82,13 +82,14 @@ def manual_sizes(axes: Sequence[str]) -> tuple[int, ...]:
 
 
 def on_cpu() -> bool:
-    """Whether the mesh around the caller is one of CPUs, or of devices that are not known yet."""
+    """Return whether the mesh around the caller is one of CPUs, or of devices that are not known yet."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return device is None or device.device_kind == "cpu"
 
 
 def may_run_on_gpu() -> bool:
-    """Whether the mesh around the caller is not known to be none of GPUs; without a mesh, whether JAX has a GPU."""
+    """Return whether the mesh around the caller is not known to be none of GPUs; without a mesh, whether JAX has a
+    GPU."""
     return not on_cpu() if jax.sharding.get_abstract_mesh().shape else jax.default_backend() == "gpu"
 
 
@@ -115,7 +116,7 @@ def unreduced_type(aval: Any) -> frozenset[str]:
 
 
 def is_typed(atom: Any) -> bool:
-    """Whether the type of a variable says how it lies along some axis that is Explicit."""
+    """Return whether the type of a variable says how it lies along some axis that is Explicit."""
     mesh = getattr(getattr(atom.aval, "sharding", None), "mesh", None)
     return mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
 
@@ -233,7 +234,8 @@ def concrete(x: Any) -> Any:
 
 
 def mapped(x: Any) -> tuple[Any, tuple[int, ...]]:
-    """What the tracers of `jax.vmap` and of gradients around `x` stand for, with the dimensions that are mapped."""
+    """Return what the tracers of `jax.vmap` and of gradients around `x` stand for, with the dimensions that are
+    mapped."""
     dims: list[int] = []
     x = concrete(x)
     while isinstance(x, jax.core.Tracer) and isinstance(dim := getattr(x, "batch_dim", None), int):
@@ -243,7 +245,7 @@ def mapped(x: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def deleted(x: Any) -> bool:
-    """Whether an array, or that of a gradient's tracer, has lost its buffer."""
+    """Return whether an array, or that of a gradient's tracer, has lost its buffer."""
     x = concrete(x)
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
@@ -322,7 +324,7 @@ _TRANSPOSES = {"pvary": "psum_invariant", "all_gather": "reduce_scatter", "reduc
 
 
 def of_one(axes: Sequence[str]) -> bool:
-    """Whether these are mesh axes along which there is one device."""
+    """Return whether these are mesh axes along which there is one device."""
     return set(manual_sizes(axes)) == {1}
 
 
@@ -396,7 +398,7 @@ BACKWARD = "transpose(jvp("
 
 
 def is_backward(names: Iterable[tuple[str, str]]) -> bool:
-    """Whether names around an equation, as `name_stack` gives them, say that it belongs to a backward pass."""
+    """Return whether names around an equation, as `name_stack` gives them, say that it belongs to a backward pass."""
     pairs = itertools.pairwise(names)
     return any(pair == (("Transform", "transpose"), ("Transform", "jvp")) for pair in pairs)
 
@@ -406,7 +408,7 @@ _DIFFERENTIATE = frozenset(("value_and_grad_f", "vjp", "_vjp", "linearize"))
 
 
 def differentiates(code: Any) -> bool:
-    """Whether a call in a stack is one of JAX's that begin a backward pass."""
+    """Return whether a call in a stack is one of JAX's that begin a backward pass."""
     return code.co_name in _DIFFERENTIATE and in_jax(code.co_filename)
 
 

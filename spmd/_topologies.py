@@ -62,7 +62,7 @@ def topology_devices(target: str | os.PathLike[str], count: int | None = None, *
 
 
 def _gpus(call: str, file: Path, count: Any, per_host: Any) -> dict[str, str]:
-    """What JAX's compiler for GPUs wants to know."""
+    """Return what JAX's compiler for GPUs wants to know."""
     fault = not_int("count, the number of GPUs,", count, 1) or not_int("per_host, the GPUs of one host,", per_host, 1)
     if fault:
         raise MeshError(fault, call=call, advice="as in count=8")

@@ -175,7 +175,7 @@ class Fault:
 
     @property
     def pointed(self) -> bool:
-        """Whether carets stand below the first line."""
+        """Return whether carets stand below the first line."""
         inside = self.call is None or _position(self.call, self.source or "") is not None
         return self.source is not None and self.span is not None and inside
 
@@ -248,7 +248,8 @@ def not_one_of(what: str, value: object, known: Iterable[str], more: str = "") -
 
 
 def is_int(value: Any, least: int | None = None) -> bool:
-    """Whether an argument is an integer, of Python or of NumPy, and at least `least`. True and False are not numbers.
+    """Return whether an argument is an integer, of Python or of NumPy, and at least `least`. True and False are not
+    numbers.
 
     >>> is_int(3), is_int(0, 1), is_int(True), is_int(2.0)
     (True, False, False, False)
@@ -300,7 +301,7 @@ def _shown(call: str | None, source: str | None, span: tuple[int, int] | None) -
 
 
 def _position(call: str, source: str) -> int | None:
-    """Where `source` stands in `call`; in quotes if possible (a short source is also in the call's name)."""
+    """Return where `source` stands in `call`; in quotes if possible (a short source is also in the call's name)."""
     for text in (f'"{source}"', f"'{source}'"):
         if text in call:
             return call.index(text) + 1

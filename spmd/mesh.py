@@ -211,7 +211,7 @@ def crossing(mesh: Any) -> tuple[str, ...]:
 
 
 def owners_text(mesh: Any) -> str:
-    """Which devices of a mesh each process has: `process 0 has 0, 1; process 1 has 2, 3`."""
+    """Return which devices of a mesh each process has: `process 0 has 0, 1; process 1 has 2, 3`."""
     held: dict[int, list[int]] = {}
     for device in mesh.devices.flat:
         held.setdefault(device.process_index, []).append(device.id)
@@ -241,7 +241,7 @@ def _pool(devices: Any, call: str) -> list[Any]:
 
 
 def _writable(name: str) -> bool:
-    """Whether a layout can divide a dimension over an axis of this name."""
+    """Return whether a layout can divide a dimension over an axis of this name."""
     try:
         return Layout(f"n/{name}").axes == (name,)
     except LayoutError:
@@ -350,7 +350,7 @@ def _mesh_of_with() -> Mesh | None:
 
 
 def outside_trace() -> bool:
-    """Whether nothing is being traced: only then can a concrete mesh be asked for or set."""
+    """Return whether nothing is being traced: only then can a concrete mesh be asked for or set."""
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -473,8 +473,8 @@ def named_arguments(args: Any, kwargs: Any) -> Iterator[tuple[str, Any]]:
 
 
 def whole_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSharding | None:
-    """Where reference mode has its arrays outside `jit`: on the first device of the mesh. Under `jax.set_mesh` they are
-    on each device of that mesh, because JAX refuses to combine arrays on fewer devices with others there."""
+    """Return where reference mode has its arrays outside `jit`: on the first device of the mesh. Under `jax.set_mesh`
+    they are on each device of that mesh, because JAX refuses to combine arrays on fewer devices with others there."""
     if outside_trace() and not (around := jax.sharding.get_mesh()).empty:
         return NamedSharding(around, PartitionSpec())
     # not the device itself, with which device_put keeps the type that an array had on an Explicit mesh
@@ -482,7 +482,7 @@ def whole_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding | SingleDeviceSha
 
 
 def lies_whole(x: Any, mesh: Mesh | AbstractMesh) -> bool:
-    """Whether a value is where reference mode has its arrays, or cannot be brought there."""
+    """Return whether a value is where reference mode has its arrays, or cannot be brought there."""
     if not isinstance(x, jax.Array) or not outside_trace():
         return True
     wanted = whole_sharding(mesh)

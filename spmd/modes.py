@@ -400,8 +400,8 @@ def place() -> tuple[Any, ...] | None:
 
 
 def _position(frame: types.FrameType) -> tuple[int | None, ...]:
-    """Where in the source a function is. Its instruction would not do: CPython 3.11 names another one of the same call
-    as soon as it has specialised the function, which may happen between two traces."""
+    """Return where in the source a function is. Its instruction would not do: CPython 3.11 names another one of the
+    same call as soon as it has specialised the function, which may happen between two traces."""
     code, at = frame.f_code, frame.f_lasti
     found = next(itertools.islice(code.co_positions(), at // 2, None), (None,))
     return (at,) if None in found else found
@@ -413,5 +413,5 @@ def no_frame() -> contextlib.AbstractContextManager[Any]:
 
 
 def inside_kernel() -> bool:
-    """Whether a kernel's body is being traced (not merely a `shard_map` of the user's own)."""
+    """Return whether a kernel's body is being traced (not merely a `shard_map` of the user's own)."""
     return _frame.value is not None

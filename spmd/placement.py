@@ -87,7 +87,7 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
 
 
 def _paths(tree: Any) -> list[str]:
-    """What messages call the leaves: `tree['w']`."""
+    """Return what messages call the leaves: `tree['w']`."""
     return [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 

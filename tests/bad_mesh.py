@@ -1,7 +1,5 @@
 """Meshes, modes and scopes that cannot be."""
 
-from __future__ import annotations
-
 import types
 from unittest import mock
 
@@ -11,15 +9,10 @@ from jax.experimental import topologies
 import spmd
 from tests.errors.registry import bad, fixed
 
-
-@bad
-def numbers_for_devices(mesh):
-    spmd.make_mesh(dp=2, devices=[0, 1])
-
-
-@bad
-def a_scope_with_a_mapping(mesh):
-    spmd.scope(mapping={"d": "dp"})(lambda x: x)
+bad(
+    numbers_for_devices=lambda mesh: spmd.make_mesh(dp=2, devices=[0, 1]),
+    a_scope_with_a_mapping=lambda mesh: spmd.scope(mapping={"d": "dp"})(lambda x: x),
+)
 
 
 @fixed
@@ -27,24 +20,12 @@ def a_scope_with_a_mapping_fixed(mesh):
     assert spmd.scope(mapping=None)(lambda x: x)(3) == 3
 
 
-@bad
-def an_axis_that_no_layout_can_name(mesh):
-    spmd.make_mesh(**{"data axis": 2})
-
-
-@bad
-def a_device_with_two_places(mesh):
-    spmd.make_mesh(dp=2, devices=[jax.devices()[0]] * 2)
-
-
-@bad
-def mesh_that_is_too_large(mesh):
-    spmd.make_mesh(dp=4, tp=4)
-
-
-@bad
-def mesh_without_axes(mesh):
-    spmd.make_mesh()
+bad(
+    an_axis_that_no_layout_can_name=lambda mesh: spmd.make_mesh(**{"data axis": 2}),
+    a_device_with_two_places=lambda mesh: spmd.make_mesh(dp=2, devices=[jax.devices()[0]] * 2),
+    mesh_that_is_too_large=lambda mesh: spmd.make_mesh(dp=4, tp=4),
+    mesh_without_axes=lambda mesh: spmd.make_mesh(),
+)
 
 
 @bad
@@ -52,14 +33,10 @@ def mesh_by_position(mesh):
     spmd.make_mesh((2, 4), ("dp", "tp"))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-@bad
-def mesh_with_a_size_of_zero(mesh):
-    spmd.make_mesh(dp=0)
-
-
-@bad
-def more_cpu_devices_than_run(mesh):
-    spmd.use_cpu_devices(64)
+bad(
+    mesh_with_a_size_of_zero=lambda mesh: spmd.make_mesh(dp=0),
+    more_cpu_devices_than_run=lambda mesh: spmd.use_cpu_devices(64),
+)
 
 
 @bad
@@ -86,24 +63,12 @@ def a_slice_without_its_compiler(mesh):
         spmd.topology_devices("v5p:2x2x2")
 
 
-@bad
-def a_machine_for_a_target(mesh):
-    spmd.topology_devices("h100", 8)
-
-
-@bad
-def gpus_without_a_count(mesh):
-    spmd.topology_devices("h100_sxm.txtpb")
-
-
-@bad
-def gpus_without_their_description(mesh):
-    spmd.topology_devices("h100_sxm.txtpb", 8)
-
-
-@bad
-def gpus_that_do_not_fill_their_hosts(mesh):
-    spmd.topology_devices("h100_sxm.txtpb", 12)
+bad(
+    a_machine_for_a_target=lambda mesh: spmd.topology_devices("h100", 8),
+    gpus_without_a_count=lambda mesh: spmd.topology_devices("h100_sxm.txtpb"),
+    gpus_without_their_description=lambda mesh: spmd.topology_devices("h100_sxm.txtpb", 8),
+    gpus_that_do_not_fill_their_hosts=lambda mesh: spmd.topology_devices("h100_sxm.txtpb", 12),
+)
 
 
 @bad

@@ -1,7 +1,5 @@
 """What every test stands on: eight CPU devices, strict JAX, and a case count from the environment."""
 
-from __future__ import annotations
-
 import gc
 import os
 import platform

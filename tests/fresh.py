@@ -5,8 +5,6 @@
 The process that is forked has started no backend, so a file may still ask for devices, as in a new one.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import runpy

@@ -5,8 +5,6 @@ at SPMD_TEST_SEED, 0 by default; the gate sets it from the commit. `tests/soak.p
 also make smaller.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import random

@@ -10,8 +10,6 @@ the mesh is a dict from coordinates to that device's block. Two levels:
 * collectives, device by device: blocks in, blocks out.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -15,8 +15,6 @@ spellings. The exit status is 1 if anything failed.
     --seed 1           another seed, other ones    --choices S:1,0,2      one program again, by its choices
 """
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

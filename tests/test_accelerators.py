@@ -1,7 +1,5 @@
 """Hardware profiles: the model of a collective's time against formulas written out here, and by simulating a ring."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from types import SimpleNamespace

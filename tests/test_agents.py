@@ -1,7 +1,5 @@
 """AGENTS.md, the page for programs: a kernel that is written by what it says alone is right, and its rows run."""
 
-from __future__ import annotations
-
 import operator
 import re
 import tomllib

@@ -1,7 +1,5 @@
 """The checks of the built site notice what is missing. The gate runs them on the site itself, right after the build."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ The cells are read from the pages and evaluated, so a row cannot say something e
 a case fails. Haliax is compared with itself where it is installed, else with the few lines of NumPy below.
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What differs between JAX versions, used as its callers do: types, tracers, and primitives of our own in every transform."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

@@ -1,7 +1,5 @@
 """What the default suite touches however few cases it draws, and the slices that share out the exhaustive one."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The documentation names every public name, and its pages are all in the menu."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults and their one text: the order of its parts, and carets that stand under what they mean, in any line."""
 
-from __future__ import annotations
-
 import pickle
 import random
 import re

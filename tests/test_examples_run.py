@@ -1,7 +1,5 @@
 """Every example runs: docstrings, the README, the pages and the example scripts, all found by glob."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import re

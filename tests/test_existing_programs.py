@@ -4,8 +4,6 @@ Each is written once, for any function `mlp` of whole arrays. With the kernel, i
 it finds with plain JAX. All packages are in the `test` extra; where one is not installed, its program is skipped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The command for a GPU runs, at small sizes, wherever there is none."""
 
-from __future__ import annotations
-
 import json
 
 import spmd

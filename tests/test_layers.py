@@ -1,7 +1,5 @@
 """Every registered layer: values, gradients, collectives and bytes; and proof that each of these can fail."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

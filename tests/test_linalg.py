@@ -1,7 +1,5 @@
 """What `spmd.linalg` leaves to JAX: many small matrices, each whole on its device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

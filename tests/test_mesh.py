@@ -1,7 +1,5 @@
 """Making meshes, and virtual CPU devices in programs of their own."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What surrounds a call: modes and mappings, nested, in threads, and as part of JAX's cache keys."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import threading

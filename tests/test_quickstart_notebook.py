@@ -1,7 +1,5 @@
 """The notebook of the quickstart is made from the page, and runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a release consists of: one version, absolute links on the index, pinned actions, and the steps themselves."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

@@ -1,7 +1,5 @@
 """Programs in strings compile to the collectives that a careful hand would write, and to no byte more."""
 
-from __future__ import annotations
-
 import cProfile
 import pstats
 

@@ -4,8 +4,6 @@ The layers of the registry have their test in `test_layers.py`. Here are all oth
 by default; all of them if SPMD_TEST_CASES is large.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import sys

@@ -3,8 +3,6 @@
 The raw half of each test states the wrong number itself, so that a JAX that learns better is noticed.
 """
 
-from __future__ import annotations
-
 import contextvars
 
 import jax
@@ -63,55 +61,6 @@ def test_a_shard_taken_for_the_whole():
         whole(EIGHT)
 
 
-def test_the_sum_of_a_replicated_value():
-    """`psum` of what every device holds multiplies it by their number."""
-    mesh = auto_mesh(x=4)
-    assert mapped(lambda v: lax.psum(v, "x"), P(), P(), mesh)(3.0) == 12.0
-
-    ours = spmd.kernel("scalar -> scalar", mesh=mesh)(lambda v: spmd.psum(v, "{U:x} -> scalar"))
-    with pytest.raises(CommunicationError, match="summing 4 copies multiplies it by 4"):
-        ours(3.0)
-
-
-def test_the_sum_of_a_gathered_copy():
-    """The same where JAX's type says varying: only the pass knows better."""
-    mesh = auto_mesh(x=4)
-    raw = mapped(lambda v: lax.psum(lax.all_gather(v, "x", tiled=True).sum(), "x"), P("x"), P(), mesh)
-    assert raw(EIGHT) == 4 * 28
-
-    @spmd.kernel("n/x -> scalar", mesh=mesh)
-    def ours(v):
-        return spmd.psum(spmd.all_gather(v, "n/x -> n").sum(), "{U:x} -> scalar")
-
-    with pytest.raises(ReplicationError, match="multipl"):
-        ours(EIGHT)
-
-
-def test_a_gather_of_a_major_axis_permutes():
-    """Blocks joined over an axis that is not the minor-most come out in another order."""
-    mesh = auto_mesh(dp=2, tp=4)
-    raw = mapped(lambda v: lax.all_gather(v, "dp", tiled=True, to="invarying"), P(("dp", "tp")), P("tp"), mesh)
-    assert raw(np.arange(16)).tolist() == [0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15]
-
-    ours = spmd.kernel("n/dp/tp -> n/tp", mesh=mesh)(lambda v: spmd.all_gather(v, "n/dp/tp -> n/tp"))
-    with pytest.raises(CommunicationError, match=r'fix: spmd.relayout\(x, "n/dp/tp -> n/tp"\)'):
-        ours(np.arange(16))
-    right = spmd.kernel("n/dp/tp -> n/tp", mesh=mesh)(lambda v: spmd.relayout(v, "n/dp/tp -> n/tp"))
-    assert right(np.arange(16)).tolist() == list(range(16))
-
-
-def test_local_positions_taken_for_global_ones():
-    mesh = auto_mesh(x=4)
-    raw = mapped(lambda v: v + jnp.arange(2.0), P("x"), P("x"), mesh)
-    assert raw(np.zeros(8, np.float32)).tolist() == [0, 1, 0, 1, 0, 1, 0, 1]
-
-    ours = spmd.kernel("-> n/x", mesh=mesh, n=8)(lambda: jnp.arange(2.0))
-    with pytest.raises(ReplicationError, match="iota"):
-        ours()
-    right = spmd.kernel("-> n/x", mesh=mesh, n=8)(lambda: spmd.iota("n/x"))
-    assert right().tolist() == list(range(8))
-
-
 def test_one_key_in_every_shard():
     """The same noise everywhere."""
     mesh = auto_mesh(x=4)
@@ -167,32 +116,6 @@ def test_the_gradient_of_a_copied_loss():
         kernel(lambda w, v: spmd.grad(lambda w: copied(w, v))(w))(2.0, EIGHT)
     closed = kernel(lambda w, v: spmd.grad(lambda w: spmd.reduce(copied(w, v), "-> scalar", "mean"))(w))
     assert closed(2.0, EIGHT) == TRUE_GRADIENT
-
-
-def test_the_gradient_of_a_local_mean():
-    mesh = auto_mesh(x=4)
-    raw = mapped(lambda w, v: jax.grad(square_mean)(w, v), (P(), P("x")), P(), mesh)
-    assert raw(2.0, EIGHT) == 4 * TRUE_GRADIENT
-
-    kernel = spmd.kernel("scalar, n/x -> scalar", mesh=mesh)
-    with pytest.raises(ReplicationError, match='"mean"'):
-        kernel(lambda w, v: spmd.grad(square_mean)(w, v))(2.0, EIGHT)
-    right = kernel(lambda w, v: spmd.grad(lambda w: spmd.reduce((v * w) ** 2, "n/x -> scalar", "mean"))(w))
-    assert right(2.0, EIGHT) == TRUE_GRADIENT
-
-
-def test_the_mean_of_local_masked_means():
-    """Devices with unequal counts: 1.75 for a mean of 2."""
-    mesh = auto_mesh(x=2)
-    values, mask = np.array([1.0, 9.0, 2.0, 3.0], np.float32), np.array([1.0, 0.0, 1.0, 1.0], np.float32)
-    raw = mapped(lambda v, m: lax.pmean((v * m).sum() / m.sum(), "x"), (P("x"), P("x")), P(), mesh)
-    assert raw(values, mask) == 1.75
-
-    @spmd.kernel("n/x, n/x -> scalar", mesh=mesh)
-    def ours(v, m):
-        return spmd.reduce(v * m, "n/x -> scalar") / spmd.reduce(m, "n/x -> scalar")
-
-    assert ours(values, mask) == 2.0
 
 
 def test_a_custom_rule_must_know_where_it_is_used():

@@ -1,7 +1,5 @@
 """The simulator against itself: a reference that were wrong, or could not fail, would prove nothing."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Devices that are not here: what the compiler is asked for, and what is said if it is not there."""
 
-from __future__ import annotations
-
 import types
 
 import jax

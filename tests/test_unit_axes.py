@@ -1,7 +1,5 @@
 """A mesh axis of size 1 costs nothing: the same program as on the mesh without it, and the same errors as on others."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable

@@ -93,7 +93,7 @@ def check_names(what: str, names: Collection[str], sizes: Mapping[str, int]) -> 
 
 
 def loaded(target: str) -> Any:
-    """What a file calls by this name. The file is run as a module, so nothing under `__main__` happens."""
+    """Return what a file calls by this name. The file is run as a module, so nothing under `__main__` happens."""
     text, _, name = target.rpartition(":")
     path = Path(text)
     if not text or not name:

@@ -55,12 +55,12 @@ class Told:
 
 
 def of_shapes(error: Exception) -> bool:
-    """Whether JAX, or NumPy for it, says that shapes do not fit."""
+    """Return whether JAX, or NumPy for it, says that shapes do not fit."""
     return "shape" in str(error)
 
 
 def told(error: Exception) -> Told | None:
-    """What an error that a trace raised is about. None for all other errors, which may be the user's own."""
+    """Return what an error that a trace raised is about. None for all other errors, which may be the user's own."""
     text = str(error)
     if isinstance(error, jax.errors.TracerBoolConversionError):
         return Told("decision")
@@ -95,7 +95,7 @@ def _carries(text: str) -> tuple[Carry, ...]:
 
 
 def raised_by_jax(error: BaseException) -> bool:
-    """Whether the line that raised an error is JAX's own."""
+    """Return whether the line that raised an error is JAX's own."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _compat.in_jax(frames[-1].filename)
 
@@ -114,18 +114,18 @@ def named_axes(error: BaseException) -> list[str]:
 
 
 def lacks_batching(error: Exception) -> bool:
-    """Whether JAX raised this for want of a batching rule of a collective, and not the user's code."""
+    """Return whether JAX raised this for want of a batching rule of a collective, and not the user's code."""
     texts = ("pvary", "pcast", "under `jax.shard_map`", "under jax.shard_map")
     return raised_by_jax(error) and (not isinstance(error, ValueError) or any(one in str(error) for one in texts))
 
 
 def lacks_devices(error: Exception) -> bool:
-    """Whether JAX could not compile since a mesh has no devices."""
+    """Return whether JAX could not compile since a mesh has no devices."""
     return "AbstractMesh" in str(error)
 
 
 def first_line(error: BaseException) -> str:
-    """How an error begins, to be quoted."""
+    """Return how an error begins, to be quoted."""
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

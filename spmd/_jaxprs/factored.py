@@ -31,7 +31,7 @@ def factors_of(jaxpr: Any, sizes: Mapping[str, int]) -> Factors:
 
 
 def name_of(axis: str, place: int) -> str:
-    """What a factor of an axis is called."""
+    """Return what a factor of an axis is called."""
     return f"{axis}{place}"
 
 
@@ -44,7 +44,8 @@ def in_factors(jaxpr: Any, factors: Factors) -> Any:
 
 
 def _factors(eqn: Any, count: int) -> tuple[int, int] | None:
-    """How many groups of neighbours there are, and how large they are; the equation is within these or across them."""
+    """Return how many groups of neighbours there are, and how large they are; the equation is within these or across
+    them."""
     groups = np.asarray(eqn.params["axis_index_groups"])
     size = groups.shape[-1]
     if np.array_equal(groups, np.arange(count).reshape(-1, size)):

@@ -158,7 +158,7 @@ def _is_callee(jaxpr: Any, eqn: Any) -> bool:
 
 
 def _fits(inner: Sequence[Any], outer: Sequence[Any]) -> bool:
-    """Whether these are the same values."""
+    """Return whether these are the same values."""
     return len(inner) == len(outer) and all(shape_of(a) == shape_of(b) for a, b in zip(inner, outer, strict=True))
 
 
@@ -174,7 +174,7 @@ def plain_call(eqn: Any) -> Any:
 
 
 def is_unknown(eqn: Any) -> bool:
-    """Whether an equation holds jaxprs and the table does not say what it does with them."""
+    """Return whether an equation holds jaxprs and the table does not say what it does with them."""
     return bool(eqn.params) and any(one.role == Role.UNKNOWN for one in held(eqn))
 
 
@@ -321,23 +321,23 @@ class Domain:
     # --- where paths meet ---------------------------------------------------------------------------------
 
     def join(self, one: Any, other: Any) -> Any:
-        """What is known of a value that is one or the other."""
+        """Return what is known of a value that is one or the other."""
         raise NotImplementedError
 
     def same(self, one: Any, other: Any) -> bool:
-        """Whether a carry has settled. A domain that says so at once walks each loop once."""
+        """Return whether a carry has settled. A domain that says so at once walks each loop once."""
         return one == other
 
     def unsettled(self, value: Any) -> Any:
-        """What is known of a carry that does not settle."""
+        """Return what is known of a carry that does not settle."""
         return value
 
     def carried(self, value: Any) -> Any:
-        """What a carry of one round of a loop is in the next."""
+        """Return what a carry of one round of a loop is in the next."""
         return value
 
     def may_not_run(self, value: Any, start: Any) -> Any:
-        """What is known of the result of a loop that may not run at all."""
+        """Return what is known of the result of a loop that may not run at all."""
         return self.join(value, start)
 
     def sliced(self, value: Any, operand: Any) -> Any:
@@ -352,7 +352,7 @@ class Domain:
         """A branch is chosen, or a loop goes on, by a value like this one."""
 
     def decided(self, value: Any, predicate: Any) -> Any:
-        """What is known of a result that depends on such a decision."""
+        """Return what is known of a result that depends on such a decision."""
         return value
 
     # --- equations that hold jaxprs -----------------------------------------------------------------------
@@ -388,7 +388,7 @@ class Domain:
         return outs
 
     def context(self) -> Hashable:
-        """What the results of a jaxpr depend on besides its operands. None: each jaxpr is walked each time.
+        """Return what the results of a jaxpr depend on besides its operands. None: each jaxpr is walked each time.
 
         Otherwise a jaxpr is walked once for equal operands, unless the walk found something in it: findings name their
         callers.
@@ -452,5 +452,5 @@ class Domain:
         return outs
 
     def of_rounds(self, earlier: list[Any], last: list[Any]) -> list[Any]:
-        """What a loop reports, of what its last round found and those before, which knew too little."""
+        """Return what a loop reports, of what its last round found and those before, which knew too little."""
         return last

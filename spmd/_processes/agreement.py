@@ -20,7 +20,7 @@ _LINE = 160  # characters of a line that processes have differently
 
 
 def disagreements(facts: Mapping[str, Any]) -> list[str]:
-    """What differs between processes, one line for each fact; empty where all have the same.
+    """Return what differs between processes, one line for each fact; empty where all have the same.
 
     Every process calls it with facts of its own, which JSON can write, and all get the same lines.
 
@@ -38,7 +38,7 @@ def disagreements(facts: Mapping[str, Any]) -> list[str]:
 
 
 def conflicts(facts: Mapping[str, Any]) -> list[str]:
-    """What two processes have differently, where each has some of the facts only; one line for each fact.
+    """Return what two processes have differently, where each has some of the facts only; one line for each fact.
 
     Communication: an all-gather of the facts.
     """
@@ -98,7 +98,7 @@ def _itself(x: jax.Array) -> jax.Array:
 
 
 def _alike(text: bytes) -> bool:
-    """Whether all processes have the same bytes."""
+    """Return whether all processes have the same bytes."""
     digest = np.frombuffer(hashlib.sha256(text).digest(), np.uint8)
     return len(np.unique(gathered(digest), axis=0)) == 1
 
@@ -114,7 +114,7 @@ def anywhere(*faults: str) -> list[str]:
 
 
 def in_all(step: Callable[[], T], fault: Callable[[str], Exception], *errors: type[Exception]) -> T:
-    """What a step gives in this process; all take part. What one of them could not do is a fault in all.
+    """Return what a step gives in this process; all take part. What one of them could not do is a fault in all.
 
     Communication: that of `anywhere`.
     """
@@ -138,14 +138,14 @@ def _gather(payload: bytes) -> list[bytes]:
 
 
 def _difference(name: str, values: Sequence[Any]) -> str:
-    """What the processes have of one fact; of a dict, which of its entries differ."""
+    """Return what the processes have of one fact; of a dict, which of its entries differ."""
     if all(isinstance(value, dict) for value in values) and any(value != values[0] for value in values):
         return _entries(name, values)
     return _held(name, dict(enumerate(values)))
 
 
 def _held(name: str, by_rank: Mapping[int, Any]) -> str:
-    """Who has which value of one fact, those who are fewest first; empty where all have the same."""
+    """Return who has which value of one fact, those who are fewest first; empty where all have the same."""
     holders: dict[str, list[int]] = collections.defaultdict(list)
     for rank, value in by_rank.items():
         holders[json.dumps(value, sort_keys=True)].append(rank)
@@ -156,7 +156,7 @@ def _held(name: str, by_rank: Mapping[int, Any]) -> str:
 
 
 def _entries(name: str, values: Sequence[dict[str, Any]]) -> str:
-    """Which entries of a dict differ, and who has the rarer value."""
+    """Return which entries of a dict differ, and who has the rarer value."""
     keys = sorted({key for one in values for key in one})
     found = []
     for key in keys:

@@ -33,7 +33,7 @@ REMADE = "SPMD_REMADE"  # what a process that `cluster.remake` has started anew 
 
 
 def tasks(environment: Mapping[str, str] = os.environ) -> list[Task]:
-    """What the environment says, the most certain source first.
+    """Return what the environment says, the most certain source first.
 
     A step of a scheduler counts, its allocation does not: a shell inside an allocation has one process.
 

@@ -19,17 +19,18 @@ _on = [False]  # whether `cluster.initialize(check=True)` asked for it
 
 
 def compare_replicas(on: bool) -> None:
-    """Whether arrays that every process gives whole are compared from now on."""
+    """Say whether arrays that every process gives whole are compared from now on."""
     _on[0] = on
 
 
 def compared(mesh: Any) -> bool:
-    """Whether `initialize(check=True)` asked for arrays on this mesh to be compared."""
+    """Return whether `initialize(check=True)` asked for arrays on this mesh to be compared."""
     return _on[0] and takes_part(mesh)
 
 
 def takes_part(mesh: Any) -> bool:
-    """Whether all processes have devices in a mesh, and there are several: only then can they compare anything."""
+    """Return whether all processes have devices in a mesh, and there are several: only then can they compare
+    anything."""
     return isinstance(mesh, Mesh) and 1 < len(processes_of(mesh)) == jax.process_count()
 
 
@@ -96,7 +97,7 @@ def fingerprint(x: Any) -> str:
 
 
 def _is_local(x: Any) -> bool:
-    """Whether a value lies in this process alone, so that the others have one of their own."""
+    """Return whether a value lies in this process alone, so that the others have one of their own."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return x.is_fully_addressable if isinstance(x, jax.Array) else True

@@ -43,7 +43,7 @@ class Ambient:
 
     @property
     def value(self) -> Any:
-        """What the innermost open block of the caller says.
+        """Return what the innermost open block of the caller says.
 
         Raises:
           ModeError: If a block of another coroutine is open in this thread and says something else. JAX's caches go

@@ -99,7 +99,7 @@ def _public(room: str) -> Iterator[tuple[str, str]]:
 
 
 def _of_jax(name: str) -> str:
-    """How JAX's own function of that name is called."""
+    """Return how JAX's own function of that name is called."""
     for module, short in (("jax.numpy", "jnp"), ("jax.nn", "jax.nn")):
         if hasattr(import_module(module), name):
             return f"{short}.{name}"

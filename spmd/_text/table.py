@@ -183,11 +183,11 @@ class _Columns:
         self.last = table.indent + sum(self.widths[i] + 2 for i in self.kept[:-1])  # where the last column begins
 
     def _needs(self, row: Sequence[str], column: int) -> bool:
-        """Whether a text must stand inside of its column, because something stands beside it."""
+        """Return whether a text must stand inside of its column, because something stands beside it."""
         return column == self.kept[-1] or column in self.table.right or any(row[i] for i in self.kept if i > column)
 
     def has_room(self, width: int) -> bool:
-        """Whether the last column can stand beside the others."""
+        """Return whether the last column can stand beside the others."""
         return not self.kept or width - self.last >= min(_ROOM, self.widths[self.kept[-1]])
 
     def lines(self, width: int | None) -> list[Line]:

@@ -27,7 +27,8 @@ class Unknown(NamedTuple):
 
 
 def annotated(cls: type) -> dict[str, Any]:
-    """What the annotations of a class and its bases say: layouts, classes with annotations, or containers of them."""
+    """Return what the annotations of a class and its bases say: layouts, classes with annotations, or containers of
+    them."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         space = vars(sys.modules.get(base.__module__, types))

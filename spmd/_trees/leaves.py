@@ -17,28 +17,29 @@ Path = tuple[Any, ...]
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has), one that JAX has too."""
+    """Return whether a leaf is an array: it has a shape and a dtype (a ShapeDtypeStruct has), one that JAX has too."""
     shaped = hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
     return shaped and not is_foreign(leaf)
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of `jax.random` keys, or stands for one."""
+    """Return whether a leaf is an array of `jax.random` keys, or stands for one."""
     return hasattr(leaf, "dtype") and is_key_type(leaf.dtype)
 
 
 def is_key_type(dtype: Any) -> bool:
-    """Whether a dtype is that of `jax.random` keys."""
+    """Return whether a dtype is that of `jax.random` keys."""
     return jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def is_foreign(leaf: Any) -> bool:
-    """Whether a leaf is a NumPy array that JAX does not compute with: strings, objects, dates, records, long floats."""
+    """Return whether a leaf is a NumPy array that JAX does not compute with: strings, objects, dates, records, long
+    floats."""
     return isinstance(leaf, (np.ndarray, np.generic)) and not _held(leaf.dtype)
 
 
 def foreign_kind(leaf: Any) -> str | None:
-    """What a leaf is, in a message, if JAX cannot make it an array to compute with."""
+    """Return what a leaf is, in a message, if JAX cannot make it an array to compute with."""
     if is_foreign(leaf):
         return f"a NumPy array of dtype {leaf.dtype}, which JAX does not compute with"
     if not isinstance(leaf, int) or _fits_integers(leaf):
@@ -68,7 +69,7 @@ def _held(dtype: np.dtype) -> bool:
 
 
 def kind_of(value: Any) -> str:
-    """What messages call a value. They never show the value itself, or a class that users do not know."""
+    """Return what messages call a value. They never show the value itself, or a class that users do not know."""
     if isinstance(value, jax.core.Tracer):
         return "a traced array"
     if foreign := foreign_kind(value):
@@ -102,7 +103,7 @@ def not_int(what: str, value: Any, least: int | None = None, more: str = "") -> 
 
 
 def is_number(leaf: Any) -> bool:
-    """Whether a leaf is a number of Python's own, which a layout of its own makes an array."""
+    """Return whether a leaf is a number of Python's own, which a layout of its own makes an array."""
     return isinstance(leaf, (float, complex)) or (isinstance(leaf, int) and _fits_integers(leaf))
 
 
@@ -179,7 +180,7 @@ def key_name(key: Any) -> str:
 
 
 def _is_box(node: Any) -> bool:
-    """Whether a node is a Flax variable, whose one child `value` nobody writes in a path."""
+    """Return whether a node is a Flax variable, whose one child `value` nobody writes in a path."""
     return any(one.__name__ == "Variable" and one.__module__.startswith("flax") for one in type(node).__mro__)
 
 
@@ -201,7 +202,7 @@ def leaves_of(node: Any, path: Path = (), parts: tuple[str, ...] = ()) -> Iterat
 
 
 def described(node: Any) -> str:
-    """What stands at a place of a tree, without values."""
+    """Return what stands at a place of a tree, without values."""
     if is_array(node):
         return f"an array {node.dtype}[{','.join(map(str, node.shape))}]"
     if foreign := foreign_kind(node):
@@ -235,6 +236,6 @@ def by_path(fn: Callable[[str], Any], tree: Any) -> Any:
 
 
 def has_room(layout: Layout, rank: int) -> bool:
-    """Whether an array of this rank can lie so."""
+    """Return whether an array of this rank can lie so."""
     least = sum(not dim.ellipsis for dim in layout.dims)
     return rank == least or (layout.has_ellipsis and rank > least)

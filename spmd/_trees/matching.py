@@ -333,7 +333,7 @@ class _Matcher:
 
 
 def _hint_for(values: Sequence[Any], layout: Layout) -> str:
-    """What numbers that stand where an array belongs may be meant for: a shape, or an array."""
+    """Return what numbers that stand where an array belongs may be meant for: a shape, or an array."""
     if all(type(n) is int for n in values) and has_room(layout, len(values)):
         shape = f"({', '.join(map(str, values))}{',' * (len(values) == 1)})"
         return f"; of a shape, spmd.check and spmd.explain take jax.ShapeDtypeStruct({shape}, dtype)"
@@ -341,13 +341,13 @@ def _hint_for(values: Sequence[Any], layout: Layout) -> str:
 
 
 def _written_in(spec: Any, entry: Any) -> bool:
-    """Whether an entry of a dict of layouts is itself a container with layouts in it."""
+    """Return whether an entry of a dict of layouts is itself a container with layouts in it."""
     leaves = jax.tree.leaves(entry, is_leaf=lambda one: isinstance(one, Layout))
     return isinstance(spec, Mapping) and any(isinstance(one, (str, Layout)) for one in leaves)
 
 
 def layout_of_spec(spec: PartitionSpec, rank: int = 0) -> str:
-    """What a spec says of the dimensions up to `rank`, as a layout without names."""
+    """Return what a spec says of the dimensions up to `rank`, as a layout without names."""
     entries = _compat.partitions(spec, rank)
     dims = ["/".join(("_", *((one,) if isinstance(one, str) else one or ()))) for one in entries]
     return " ".join(dims) or "scalar"

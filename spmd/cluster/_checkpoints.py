@@ -76,7 +76,7 @@ class Lease:
 
     @property
     def held(self) -> bool:
-        """Whether this object has taken it."""
+        """Return whether this object has taken it."""
         return self._ended is not None
 
     def take(self) -> str:
@@ -456,7 +456,7 @@ class Checkpoints:
         return refused
 
     def _admitted(self, size: int) -> tuple[str, str]:
-        """Which other program saves into the folder, and why the disk would not take so many bytes."""
+        """Return which other program saves into the folder, and why the disk would not take so many bytes."""
         other = ""
         try:
             if jax.process_index() == 0:
@@ -557,7 +557,7 @@ class Checkpoints:
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
     def _about(self, step: int, rank: int) -> Any:
-        """What the process of this rank wrote beside the arrays."""
+        """Return what the process of this rank wrote beside the arrays."""
         try:
             found = json.loads((self._folder(step) / _ABOUT / f"{rank}.json").read_text())
             if found["digest"] == _digest(found["content"]) and found["content"]["step"] == step:
@@ -621,7 +621,7 @@ def checksum(x: jax.Array) -> jax.Array:
 
 
 def block_checksum(block: np.ndarray[Any, Any], starts: Sequence[int]) -> int:
-    """What a block adds to the checksum of its array, in which it begins at `starts`."""
+    """Return what a block adds to the checksum of its array, in which it begins at `starts`."""
     words = _words(block)
     starts = [*starts, *[0] * (words.ndim - len(starts))]
     steps = [_steps(dim, np.arange(n, dtype=np.uint32) + np.uint32(i))
@@ -681,13 +681,13 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
 
 @jax.jit
 def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Whether all numbers of each block are finite."""
+    """Return whether all numbers of each block are finite."""
     narrow = lambda x: jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
     return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
 
 
 def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
-    """What a jitted function says of the blocks of each device of this process."""
+    """Return what a jitted function says of the blocks of each device of this process."""
     blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
     for path, x in leaves.items():
         for part in x.addressable_shards:

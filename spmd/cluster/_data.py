@@ -92,7 +92,7 @@ def batches(
 
 
 def my_rows(layout: str, shape: Sequence[int], *, mesh: Any = None, mapping: Any = None) -> np.ndarray:
-    """Which rows of a global array this process's devices hold, for loaders of your own.
+    """Return which rows of a global array this process's devices hold, for loaders of your own.
 
     No communication.
 
@@ -139,7 +139,7 @@ class Order:
             raise SpmdError(f"seed is an integer that is not negative, not {self.seed!r}.", call="batches(source, ...)")
 
     def samples(self, first: int, count: int) -> np.ndarray:
-        """Which samples come at positions first, first + 1, ...; the epochs follow each other.
+        """Return which samples come at positions first, first + 1, ...; the epochs follow each other.
 
         >>> Order(4, seed=1, shuffle=False).samples(6, 3)
         array([2, 3, 0])
@@ -155,7 +155,7 @@ class Order:
 
 
 def _permuted(places: np.ndarray, length: int, *key: int) -> np.ndarray:
-    """Where a random permutation of `length` numbers takes these, without writing the permutation down.
+    """Return where a random permutation of `length` numbers takes these, without writing the permutation down.
 
     A Feistel network permutes the numbers below a power of four; those that leave the range go round again.
     Black and Rogaway, "Ciphers with arbitrary finite domains", 2002.
@@ -257,7 +257,7 @@ class Batches(Iterator[Any]):
 
     @property
     def state(self) -> dict[str, int]:
-        """Where the batches are: a few integers, the same in every process."""
+        """Return where the batches are: a few integers, the same in every process."""
         order = self.order
         return {
             "next": self._next,

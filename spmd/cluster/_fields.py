@@ -28,7 +28,7 @@ from spmd.placement import placements
 
 
 def in_a_bucket(path: str | Path, schemes: Sequence[str], call: str) -> bool:
-    """Whether a path is one in a bucket, `gs://bucket/folder`, and not a folder of this machine.
+    """Return whether a path is one in a bucket, `gs://bucket/folder`, and not a folder of this machine.
 
     Args:
       path: The path.
@@ -191,7 +191,7 @@ def read_zarr(
 
 
 def _written_as(x: Any, names: str, call: str) -> Layout:
-    """How an array lies, if it can be written."""
+    """Return how an array lies, if it can be written."""
     if isinstance(x, jax.core.Tracer):
         raise PlacementError("write_zarr runs outside jit.", call=call, advice="return it, and write the result")
     if not isinstance(x, jax.Array):
@@ -280,7 +280,7 @@ def _metadata(x: jax.Array, layout: Layout, chunk: Sequence[int]) -> dict[str, A
 
 
 def _names(layout: Layout) -> list[str | None]:
-    """What the dimensions are called; None for those without a name."""
+    """Return what the dimensions are called; None for those without a name."""
     return [" ".join(str(a.name) for a in d.atoms) if all(a.named for a in d.atoms) else None for d in layout.dims]
 
 
@@ -344,7 +344,7 @@ def _opened(path: Path | str, **how: Any) -> Any:
 
 
 def _about(place: _Place, call: str) -> dict[str, Any]:
-    """What an array says of itself."""
+    """Return what an array says of itself."""
 
     def read() -> dict[str, Any]:
         about = json.loads(place.about())
@@ -370,7 +370,7 @@ def _held_by_jax(stored: Any, dtype: Any, call: str) -> Any:
 
 
 def _in_all(step: Callable[[], T], rule: str, call: str) -> T:
-    """What a step gives, if it succeeds in all processes; else all of them raise.
+    """Return what a step gives, if it succeeds in all processes; else all of them raise.
 
     Communication: in several processes an all-gather of 32 bytes.
     """

@@ -81,7 +81,7 @@ def _differences(leaves: Mapping[str, jax.Array]) -> list[str]:
 
 
 def _odd(path: str, block: Any, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
-    """Who has other copies of a block than most."""
+    """Return who has other copies of a block than most."""
     counts = collections.Counter(sums.values()).most_common()
     clear = len(counts) == 1 or counts[0][1] > counts[1][1]
     odd = [device for device, value in sums.items() if not clear or value != counts[0][0]]

@@ -79,7 +79,7 @@ recorder = _Recorder()
 
 
 def stragglers() -> str:
-    """How long the steps and batches of each process take, and which process holds the others up.
+    """Return how long the steps and batches of each process take, and which process holds the others up.
 
     Steps are as long in all of them, because each waits for the slowest. What tells is how much of its time a process
     waits for devices: the slowest one waits least. The last thousand steps count, as `stopping` and `batches` see
@@ -251,7 +251,7 @@ class Watch:
         self._call("key_value_set", key, json.dumps(place), allow_overwrite=True)
 
     def _said(self, what: str) -> dict[int, Any]:
-        """What the processes have said, by rank."""
+        """Return what the processes have said, by rank."""
         found = self._call("key_value_dir_get", f"spmd/{what}/{self._round if what == 'places' else 0}/")
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
 
@@ -292,7 +292,7 @@ class Watch:
             self._end(text)
 
     def _place(self, stack: Stack) -> dict[str, Any]:
-        """Where this process is: `kind` is what it does, "waits" where that is up to others."""
+        """Return where this process is: `kind` is what it does, "waits" where that is up to others."""
         kind = "compiles" if stack.compiles() else recorder.doing or "runs"
         if recorder.failed or recorder.ended is not None:
             kind = "failed" if recorder.failed else "ended"
@@ -346,7 +346,8 @@ class Watch:
 
 
 def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) -> tuple[str, bool]:
-    """What is told of a run in which nothing goes on, and whether it ends; nothing where nobody waits for another.
+    """Return what is told of a run in which nothing goes on, and whether it ends; nothing where nobody waits for
+    another.
 
     A run that may go on by itself is told of, and ends later: where the process that others wait for works on, writes,
     or waits for devices as they do. For who is in another branch looks as who has run ahead of a long program.
@@ -416,7 +417,7 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
 
 
 def _sent(places: Mapping[int, Any], line: str, comma: str = "") -> str:
-    """What those who wait at a line wait in. No backend says in which collective of a program."""
+    """Return what those who wait at a line wait in. No backend says in which collective of a program."""
     here = (one["sends"] for one in places.values() if one["where"] == line and one.get("sends"))
     texts, count = next(here, ([], 0))
     more = [f"{count - len(texts)} more"] if count > len(texts) else []

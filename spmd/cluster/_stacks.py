@@ -25,7 +25,7 @@ _JITTED = type(jax.jit(abs))
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file is Python's own, or of a package that is installed."""
+    """Return whether a file is Python's own, or of a package that is installed."""
     return file.startswith((*_PYTHON, "<")) or "site-packages" in file or "dist-packages" in file
 
 
@@ -44,15 +44,15 @@ class Stack:
             frame = frame.f_back
 
     def mark(self) -> Any:
-        """What is equal for as long as the thread stands where it does."""
+        """Return what is equal for as long as the thread stands where it does."""
         return [(frame.f_code, frame.f_lasti) for frame in self.frames]
 
     def compiles(self) -> bool:
-        """Whether JAX traces or compiles a program."""
+        """Return whether JAX traces or compiles a program."""
         return any(compiles(frame.f_code.co_filename) for frame in self.frames)
 
     def waits_for_devices(self) -> bool:
-        """Whether it waits for what devices compute: in JAX, in a kernel, or in a call of a jitted function."""
+        """Return whether it waits for what devices compute: in JAX, in a kernel, or in a call of a jitted function."""
         if not self.frames:
             return False
         inner = self.frames[0]
@@ -127,7 +127,7 @@ def _expression(frame: FrameType) -> str:
 
 
 def _is_jitted(frame: FrameType, text: str) -> bool:
-    """Whether an expression calls a jitted function: its C++ leaves no frame."""
+    """Return whether an expression calls a jitted function: its C++ leaves no frame."""
     try:
         call = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError):
@@ -143,7 +143,7 @@ def _is_jitted(frame: FrameType, text: str) -> bool:
 
 
 def _named(frame: FrameType, node: ast.expr) -> Any:
-    """What a name or an attribute stands for in a frame; None for anything else."""
+    """Return what a name or an attribute stands for in a frame; None for anything else."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):

@@ -84,7 +84,7 @@ asked = _Asked()
 
 
 def stopping(step: int) -> bool:
-    """Whether to save and end now: true in all processes at the same step.
+    """Return whether to save and end now: true in all processes at the same step.
 
     SIGTERM, SIGUSR1 or Ctrl-C to any process asks for it. A scheduler sends such a signal before it takes a machine
     away. A second Ctrl-C interrupts; other signals that come again change nothing, until the process has ended. Without
@@ -242,7 +242,7 @@ _SAME = (
 
 
 def _given(address: str | None, count: int | None, rank: int | None) -> Task | None:
-    """What the arguments say."""
+    """Return what the arguments say."""
     if address is None and count is None and rank is None:
         return None
     call = f"initialize({address!r}, {count!r}, {rank!r})"
@@ -312,7 +312,7 @@ def _host(task: Task) -> str:
 
 
 def _in_use(port: int, local: bool) -> bool:
-    """Whether another program listens on a port; some versions of JAX crash there."""
+    """Return whether another program listens on a port; some versions of JAX crash there."""
     for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
         try:
             socket.create_server((host if local else "", port), family=family).close()

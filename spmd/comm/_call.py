@@ -231,7 +231,7 @@ class Call:
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """How messages call the arrays."""
+        """Return how messages call the arrays."""
         return self.names or operand_names(self.name, self.arrays)
 
     def fail(
@@ -442,7 +442,7 @@ class Call:
         return self.fail(rule, at=at, advice='jax.config.update("jax_enable_x64", True)', error=SizeError)
 
     def start(self, factor: Factor) -> Any:
-        """Where the local block of a divided factor starts in the whole, with the dtype of `index_dtype`."""
+        """Return where the local block of a divided factor starts in the whole, with the dtype of `index_dtype`."""
         dtype = self.index_dtype(factor.size, factor.name, factor.span)
         index = _lax.axis_index(factor.axes, dict(self.frame.sizes))
         return jnp.asarray(index, dtype) * np.asarray(factor.local, dtype)
@@ -553,7 +553,7 @@ class Call:
             )
 
     def mark_span(self, mark: str, *, last: bool = False) -> tuple[int, int] | None:
-        """Where the string has a mark that begins so, the first one or the last one."""
+        """Return where the string has a mark that begins so, the first one or the last one."""
         source = self.written.source
         at = source.rfind(mark) if last else source.find(mark)
         return None if at < 0 else (at, source.find("}", at) + 1)
@@ -659,7 +659,8 @@ class Call:
         return f"{keyword}, the keyword that says how {text} is divided{alone if fix and len(self.held) < 2 else ''}"
 
     def _along(self, layout: Layout, have: Layout) -> bool:
-        """Whether this call works along each dimension of its one array that lies otherwise than its string says."""
+        """Return whether this call works along each dimension of its one array that lies otherwise than its string
+        says."""
         wrong = [dim for dim, lies in zip(layout.dims, have.dims, strict=True) if dim.axes != lies.axes]
         kept = {name for one in self.pattern.outputs for name in one.names} if self.pattern.arrow else None
         return (
@@ -746,7 +747,8 @@ class Call:
         return [sizes[0] + sum(dim.margin)] if any(dim.margin) else sizes  # only a dimension of one part has margins
 
     def _unclear(self) -> bool:
-        """Whether a reshape does not show which dimension an axis divides, if some have one element on a device."""
+        """Return whether a reshape does not show which dimension an axis divides, if some have one element on a
+        device."""
         layouts = (*self.pattern.inputs, *self.pattern.outputs)
         for layout in layouts:
             for dim in layout.dims:
@@ -778,7 +780,8 @@ def _written_out(layout: Layout, have: Layout) -> Layout:
 
 
 def _misaligned(have: Layout, wanted: Layout) -> bool:
-    """Whether one name stands for different dimensions of the two. Then the call is wrong, and not the placement."""
+    """Return whether one name stands for different dimensions of the two. Then the call is wrong, and not the
+    placement."""
     here, there = ({a.name: i for i, dim in enumerate(x.dims) for a in dim.atoms if a.named} for x in (have, wanted))
     return any(here.get(name, i) != i for name, i in there.items())
 

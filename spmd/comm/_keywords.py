@@ -73,7 +73,8 @@ def keyword_for(text: str, said: Collection[str], read: Sequence[str], have: Seq
 
 
 def works_along(dim: Dim, kept: AbstractSet[str] | None) -> bool:
-    """Whether an operation works along a dimension, divided or not: one in brackets, or one that its result lacks.
+    """Return whether an operation works along a dimension, divided or not: one in brackets, or one that its result
+    lacks.
 
     Args:
       dim: The dimension.
@@ -127,12 +128,12 @@ def misfit(call: str) -> Callable[[str], NoReturn]:
 
 
 def operand_names(name: str, arrays: int) -> tuple[str, ...]:
-    """How messages call the arrays of a call."""
+    """Return how messages call the arrays of a call."""
     return ("key",) if name.startswith("random.") else tuple("xyzuvw"[i % 6] * (1 + i // 6) for i in range(arrays))
 
 
 def call_text(name: str, pattern: Any, arrays: int = 1) -> CallName:
-    """How a call is shown in messages and in `explain`."""
+    """Return how a call is shown in messages and in `explain`."""
     shown = {0: "", 1: "x, ", 2: "x, y, "}.get(arrays, "x, ..., ")
     if name.startswith("random."):
         shown = "key, "

@@ -118,7 +118,7 @@ def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int
 
 
 def axis_index(axes: Axes, sizes: dict[str, int]) -> Any:
-    """Which block of a dimension divided over `axes` this device holds."""
+    """Return which block of a dimension divided over `axes` this device holds."""
     index: Any = 0
     for axis in axes:
         index = index * sizes[axis] + lax.axis_index(axis)
@@ -126,7 +126,7 @@ def axis_index(axes: Axes, sizes: dict[str, int]) -> Any:
 
 
 def is_first(axes: Sequence[str]) -> Any:
-    """Whether this device is the first one along `axes`."""
+    """Return whether this device is the first one along `axes`."""
     return functools.reduce(operator.and_, (lax.axis_index(a) == 0 for a in axes))
 
 

@@ -162,7 +162,7 @@ def constrain(x: Any, layout: Layout, frame: Frame) -> Any:
 
 
 def same_axes(a: Layout, b: Layout, *, marks: bool = True) -> bool | None:
-    """Whether two layouts divide each dimension alike. None if that cannot be told."""
+    """Return whether two layouts divide each dimension alike. None if that cannot be told."""
     if a.has_ellipsis or b.has_ellipsis or len(a.dims) != len(b.dims):
         return None
     for da, db in zip(a.dims, b.dims, strict=True):

@@ -79,7 +79,7 @@ def _unmarked(call: Call, src: Layout) -> str:
 
 
 def _check_pair(call: Call, verb: str) -> bool:
-    """Whether the call moves anything. If another verb is meant, or margins change, that is an error.
+    """Return whether the call moves anything. If another verb is meant, or margins change, that is an error.
 
     Margins may stand where nothing moves, because blocks that overlap cannot be put side by side.
     """
@@ -137,7 +137,7 @@ def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
 
 
 def _changes(call: Call, operand: Operand) -> Changes:
-    """What the right side changes; every dimension divides by the axes that it gains."""
+    """Return what the right side changes; every dimension divides by the axes that it gains."""
     out = []
     after = axes_after(operand, call.pattern.outputs[0])
     for i, (factor, axes) in enumerate(zip(operand.factors, after, strict=True)):

@@ -122,7 +122,7 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """What one device sends, which is what it receives, in all steps."""
+        """Return what one device sends, which is what it receives, in all steps."""
         return sum(step.bytes for step in self.steps)
 
     @property
@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def collectives(self) -> int:
-        """How many collectives the compiled program has."""
+        """Return how many collectives the compiled program has."""
         return sum(step.collectives for step in self.steps)
 
     @property

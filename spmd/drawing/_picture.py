@@ -88,7 +88,7 @@ _GAP = "   "  # between grids
 
 
 def heading(parts: Sequence[str], width: int) -> list[Line]:
-    """What is drawn, on one line if it fits."""
+    """Return what is drawn, on one line if it fits."""
     whole = "   ".join(filter(None, parts))
     return sentences([whole] if len(whole) <= width else filter(None, parts), width)
 
@@ -457,7 +457,7 @@ def _cell(cell: Cell, place: _Place, framed: bool) -> str:
 
 
 def _margin(cell: Cell, place: _Place, margins: Sequence[bool]) -> str:
-    """What a cell holds of its neighbours, as a dashed rectangle over them."""
+    """Return what a cell holds of its neighbours, as a dashed rectangle over them."""
     if cell.colour is None or not any(margins):
         return ""
     left, right, up, down = (_HALO * wide for wide in margins)

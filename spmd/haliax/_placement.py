@@ -598,7 +598,7 @@ class _NamedJit(ByName):
         return placed
 
     def _flags(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[bool]:
-        """Whether each leaf is donated; a leaf without a flag is not."""
+        """Return whether each leaf is donated; a leaf without a flag is not."""
         of_args, of_kwargs = self._donate_args, self._donate_kwargs
         if isinstance(of_args, (list, tuple)):
             of_args = (*of_args, *[False] * (len(args) - len(of_args)))

@@ -43,7 +43,7 @@ class Side:
     margin: tuple[int, int] = (0, 0)
 
     def text(self, number: int) -> str:
-        """What a block covers: `0:4`, or `1+0:4+1` with margins, or `b 0:2, s 0:8` for a composite."""
+        """Return what a block covers: `0:4`, or `1+0:4+1` with margins, or `b 0:2, s 0:8` for a composite."""
         first, *more = self.blocks[number]
         if more:
             return ", ".join(f"{piece.name} {piece.text}" for piece in (first, *more))
@@ -154,7 +154,7 @@ def of_layout(
     itemsize: int | None = None,
     notes: Sequence[str] = (),
 ) -> Holdings:
-    """What a layout puts on each device.
+    """Return what a layout puts on each device.
 
     Args:
       layout: The layout, its bare names placed already; no `...`.
@@ -265,7 +265,7 @@ def _side(dim: Dim, size: int | None, sizes: Mapping[str, int], mesh: Mapping[st
 
 
 def _is_scattered(dim: Dim, mesh: Mapping[str, int]) -> bool:
-    """Whether a factor after the first is divided. What a device holds is then runs with gaps between them."""
+    """Return whether a factor after the first is divided. What a device holds is then runs with gaps between them."""
     return any(axes_product(atom.axes or (), mesh) > 1 for atom in dim.atoms[1:])
 
 
@@ -345,7 +345,7 @@ def block_grids(holdings: Holdings, colours: Mapping[int, int]) -> list[list[Gri
 
 
 def is_summary(holdings: Holdings) -> bool:
-    """Whether there are too many devices to draw all of them."""
+    """Return whether there are too many devices to draw all of them."""
     return len(holdings.devices) > MOST_DEVICES
 
 
@@ -453,12 +453,12 @@ def device_runs(devices: Sequence[int]) -> list[str]:
 
 
 def mesh_grid(holdings: Holdings, colours: Mapping[int, int]) -> Grid:
-    """Which device is where on the mesh, in the colour of its block."""
+    """Return which device is where on the mesh, in the colour of its block."""
     return device_grid(holdings, {d: colours[holdings.cells[block][0][0]] for d, block in holdings.block_of.items()})
 
 
 def device_grid(holdings: Holdings, colours: Mapping[int, int]) -> Grid:
-    """Which device is where on the mesh, each in a colour: the last axis lies along the columns."""
+    """Return which device is where on the mesh, each in a colour: the last axis lies along the columns."""
     *front, (last, size) = holdings.mesh
     places = holdings.coordinates[::size]
     cells = [Cell((str(device),), colours[device], devices=(device,)) for device in holdings.devices]

@@ -281,7 +281,7 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 
 def counts_by_kind(runs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """How often each kind of collective runs, kinds in the order of their names."""
+    """Return how often each kind of collective runs, kinds in the order of their names."""
     found: dict[str, int] = {}
     for kind, count in sorted(runs, key=lambda run: run[0]):
         found[kind] = found.get(kind, 0) + count
@@ -321,7 +321,7 @@ class CollectiveReport(Sequence[Collective]):
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        """Return how many collectives of each kind one call runs, kinds in the order of their names."""
         return counts_by_kind((item.kind, item.count) for item in self)
 
     @property
@@ -455,7 +455,7 @@ def _collective_visits(module: HloModule) -> Iterator[tuple[Visit, str]]:
 
 
 def _goes_on(module: HloModule, visit: Visit) -> bool:
-    """Whether this is a later part of a collective that runs beside other work.
+    """Return whether this is a later part of a collective that runs beside other work.
 
     XLA for TPUs writes such a collective again into each fusion that runs meanwhile and into the one that ends it.
     """

@@ -116,8 +116,8 @@ class Explanation:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, in the order of their names. Each array counts: where the
-        compiler combines several, `.compiled.counts` has fewer."""
+        """Return how many collectives of each kind one call runs, in the order of their names. Each array counts: where
+        the compiler combines several, `.compiled.counts` has fewer."""
         runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
         return counts_by_kind((kind, count) for kind, count in runs if count)
 
@@ -188,7 +188,7 @@ class Explanation:
 
 
 def _lines(it: Explanation, width: int) -> list[Line]:
-    """What is printed: a heading, what is sent, and what it costs."""
+    """Return what is printed: a heading, what is sent, and what it costs."""
     width = max(width, 40)
     heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
     empty: list[Line] = [] if it.collectives else [[("no collectives", "")]]
@@ -290,7 +290,7 @@ def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str
 
 
 def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
-    """What is moved to enter kernels, the islands in them, what is meant per shard, and the layouts asked of the
+    """Return what is moved to enter kernels, the islands in them, what is meant per shard, and the layouts asked of the
     compiler."""
     rows: list[Row] = []
     boundary = [one for one in written.boundary if not (planned and one.text.startswith("reshard:"))]  # the plan has it
@@ -380,7 +380,8 @@ def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
 
 
 def _window_rows(written: Written, machine: Hardware | None) -> list[Row]:
-    """What each `spmd.meanwhile` computes while it sends, and how much of the time of the collectives that covers."""
+    """Return what each `spmd.meanwhile` computes while it sends, and how much of the time of the collectives that
+    covers."""
     rows = []
     for one in written.windows:
         sent = [written.collectives[i] for i in one.collectives]
@@ -413,7 +414,7 @@ def explain(
     layouts: Any = None,
     **kwargs: Any,
 ) -> Explanation:
-    """What a program sends, from which line, over which mesh axes, what the compiler made of it, and its cost.
+    """Return what a program sends, from which line, over which mesh axes, what the compiler made of it, and its cost.
 
     Two views are put side by side. *Written*: each collective of the traced program with the user's string,
     bytes, loops multiplied out, forward or backward, and what is moved to enter a kernel. *Compiled*: what the
@@ -505,7 +506,7 @@ def explain(
 
 
 def _is_compilers(program: Program, mesh: Any) -> bool:
-    """Whether the compiler alone divides a program: it has a mesh, and no `shard_map`."""
+    """Return whether the compiler alone divides a program: it has a mesh, and no `shard_map`."""
     known = program.jaxpr is not None and isinstance(mesh, Mesh | AbstractMesh)
     return known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))
 

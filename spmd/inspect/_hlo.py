@@ -152,7 +152,7 @@ class HloModule:
                     yield name, 1, True
 
     def _trips(self, computation: str, loop: Instruction) -> int | None:
-        """How often `loop` runs its body: as printed, or read off a counter that is compared with a constant.
+        """Return how often `loop` runs its body: as printed, or read off a counter that is compared with a constant.
 
         XLA for TPUs prints no trip counts.
         """
@@ -187,7 +187,7 @@ class HloModule:
         return int(number) if re.fullmatch(r"-?\d+", number) else None
 
     def _element(self, computation: str, name: str) -> int | None:
-        """Which element of its computation's argument `name` is, if it is one."""
+        """Return which element of its computation's argument `name` is, if it is one."""
         found = self._behind(computation, name)
         index = found.attribute("index") if found.opcode == "get-tuple-element" else None
         of_argument = index and self.named(computation, found.operands[0]).opcode == "parameter"
@@ -270,7 +270,7 @@ def _split(text: str, separator: str) -> Iterator[str]:
 
 
 def _closing(text: str, opening: int) -> int:
-    """Where the bracket at `opening` is closed; strings in double quotes are skipped."""
+    """Return where the bracket at `opening` is closed; strings in double quotes are skipped."""
     stack, quoted = [], False
     for at in range(opening, len(text)):
         char = text[at]

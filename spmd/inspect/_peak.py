@@ -86,7 +86,7 @@ class Node:
 
     @property
     def again(self) -> bool:
-        """Whether each chain that reads it computes it again, though it stands for another reader."""
+        """Return whether each chain that reads it computes it again, though it stands for another reader."""
         return self.sources is not None and not self.dear
 
 
@@ -153,7 +153,7 @@ class Peak(Domain):
 
     @contextlib.contextmanager
     def _part(self, tick: Tick) -> Iterator[None]:
-        """What is walked inside belongs to a round of a loop, or to a branch."""
+        """Make what is walked inside belong to a round of a loop, or to a branch."""
         outer = self._begin, self._frame, self._in_group, self._stacks
         self._begin, self._frame, self._in_group, self._stacks = tick, [], {}, {}
         tick.inside.append(self._frame)
@@ -298,7 +298,8 @@ class Peak(Domain):
 
 
 def _in_order(eqn: Any, side: int) -> bool:
-    """Whether a product takes an operand as it lies: what it sums over comes last in the first, first in the second."""
+    """Return whether a product takes an operand as it lies: what it sums over comes last in the first, first in the
+    second."""
     contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
     ndim = eqn.invars[side].aval.ndim
     free = [i for i in range(ndim) if i not in contracted and i not in batch]
@@ -308,7 +309,7 @@ def _in_order(eqn: Any, side: int) -> bool:
 
 
 def _only_reshapes(eqn: Any) -> bool:
-    """Whether an equation moves, adds or sums over dimensions of one element alone."""
+    """Return whether an equation moves, adds or sums over dimensions of one element alone."""
     name = eqn.primitive.name
     if name == "transpose":
         shape = eqn.invars[0].aval.shape

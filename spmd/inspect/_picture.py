@@ -159,7 +159,7 @@ def _of_holdings(held: Holdings) -> _Drawn:
 
 
 def _of_mesh(mesh: Mesh | AbstractMesh) -> _Drawn:
-    """Which device is where, in colours that go along the first axis of several devices."""
+    """Return which device is where, in colours that go along the first axis of several devices."""
     held = of_layout(Layout("scalar"), {}, mesh, call=_CALL)
     first = next((place for place, (_, size) in enumerate(held.mesh) if size > 1), 0)
     places = list(zip(held.devices, held.coordinates, strict=True))

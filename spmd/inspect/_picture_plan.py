@@ -67,7 +67,7 @@ class PlanDrawing:
 
     @cached_property
     def states(self) -> list[Holdings]:
-        """What each device holds before the first step and after each."""
+        """Return what each device holds before the first step and after each."""
         mesh = AbstractMesh(tuple(self.plan.mesh.values()), tuple(self.plan.mesh))
         layouts = [self.plan.source, *(step.after for step in self.plan.steps)]
         return [of_layout(layout, self.plan.sizes, mesh, call=f'plan("{self.title}")') for layout in layouts]
@@ -76,7 +76,7 @@ class PlanDrawing:
         return transfers(step, self.plan.sizes, self.plan.mesh, self.plan.dtype.itemsize)
 
     def moves(self, step: Step) -> list[str]:
-        """What moves between which devices, in words."""
+        """Return what moves between which devices, in words."""
         if step.kind == "split":
             return ["each device keeps a part of what it holds; nothing is sent"]
         found = groups(step.axes, self.plan.mesh)
@@ -216,7 +216,8 @@ def groups(axes: Sequence[str], mesh: Mapping[str, int]) -> list[tuple[int, ...]
 
 
 def transfers(step: Any, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int) -> list[Transfer]:
-    """What each device receives that it does not hold. A psum is left out: what travels are sums on their way."""
+    """Return what each device receives that it does not hold. A psum is left out: what travels are sums on their
+    way."""
     if step.kind in ("split", "psum"):
         return []
     before, after = _ranges(step.before, sizes, mesh), _ranges(step.after, sizes, mesh)
@@ -236,7 +237,7 @@ def transfers(step: Any, sizes: Mapping[str, int], mesh: Mapping[str, int], item
 
 
 def _ranges(layout: Layout, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Ranges]:
-    """What each device holds, per name; a composite is as many names."""
+    """Return what each device holds, per name; a composite is as many names."""
     names = Layout.from_dims([Dim((atom,)) for atom in layout.atoms])
     held = of_layout(names, sizes, AbstractMesh(tuple(mesh.values()), tuple(mesh)), call="plan(...)")
     runs = [[(start, stop) for [(_, _, start, stop)] in side.blocks] for side in held.sides]

@@ -54,7 +54,7 @@ class Program:
 
     @property
     def has_devices(self) -> bool:
-        """Whether it can be compiled: an abstract mesh has names and sizes only."""
+        """Return whether it can be compiled: an abstract mesh has names and sizes only."""
         return not isinstance(self.mesh, AbstractMesh)
 
 
@@ -96,7 +96,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
 
 
 def _name(fn: Any) -> str:
-    """What to call a program: the function in a `functools.partial`, and the kernel before its `.auto`."""
+    """Return what to call a program: the function in a `functools.partial`, and the kernel before its `.auto`."""
     fn = fn.func if isinstance(fn, functools.partial) else fn
     name = getattr(fn, "__name__", None) or type(fn).__name__
     owner = getattr(fn, "__self__", None)
@@ -113,7 +113,7 @@ def _staged(fn: Any) -> Program:
 
 
 def _donated(traced: Any) -> tuple[bool, ...]:
-    """Which arguments of a traced program are donated."""
+    """Return which arguments of a traced program are donated."""
     return tuple(bool(getattr(one, "donated", False)) for one in jax.tree.leaves(getattr(traced, "args_info", ())))
 
 
@@ -160,7 +160,7 @@ def under(mesh: Any) -> Iterator[None]:
 
 
 def _shaped(mesh: Any) -> Any:
-    """What has sizes by axis name: a Mesh, an AbstractMesh, or a mapping of sizes."""
+    """Return what has sizes by axis name: a Mesh, an AbstractMesh, or a mapping of sizes."""
     return mesh if isinstance(mesh, Mapping) or isinstance(getattr(mesh, "shape", None), Mapping) else None
 
 
@@ -219,7 +219,8 @@ def of_spec(spec: Any, rank: int, sizes: Mapping[str, int]) -> Placement:
 
 
 def with_others(place: Placement, before: Placement, known: Iterable[str], sizes: Mapping[str, int]) -> Placement:
-    """What a `shard_map` over some axes of a mesh says of a placement: the compiler leaves the others as they were."""
+    """Return what a `shard_map` over some axes of a mesh says of a placement: the compiler leaves the others as they
+    were."""
     others = {a for a, n in sizes.items() if n > 1 and a not in known}
     if not others or isinstance(place, str) or place is None:
         return place
@@ -250,13 +251,13 @@ def text_of(placement: Placement, names: Sequence[str] = ()) -> str | None:
 
 
 def names_of(layout: Layout, rank: int) -> tuple[str, ...]:
-    """What a layout calls the dimensions of an array: `("b", "(h k)")`."""
+    """Return what a layout calls the dimensions of an array: `("b", "(h k)")`."""
     dims = layout.with_rank(rank).dims
     return tuple(replace(d, atoms=tuple(replace(a, axes=None) for a in d.atoms)).short for d in dims)
 
 
 def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, int]) -> int:
-    """How many elements one device holds. All of them, if the placement is not known."""
+    """Return how many elements one device holds. All of them, if the placement is not known."""
     if placement is None or isinstance(placement, str):
         return math.prod(shape)
     return math.prod(-(-n // axes_product(axes, sizes)) for n, axes in zip(shape, placement, strict=True))
@@ -265,8 +266,8 @@ def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, 
 def moved_bytes(
     shape: Sequence[int], dtype: Any, source: Placement, target: Placement, sizes: Mapping[str, int]
 ) -> int | None:
-    """What one device sends in the cheapest plan from one placement to another; where there is none (sizes that do not
-    divide), the least that some device must receive."""
+    """Return what one device sends in the cheapest plan from one placement to another; where there is none (sizes that
+    do not divide), the least that some device must receive."""
     if source is None or target is None or isinstance(target, str):
         return None
     if isinstance(source, str):  # on one device: the others have nothing
@@ -294,7 +295,7 @@ def _received_bytes(shape: Sequence[int], itemsize: int, source: Any, target: An
 
 
 def _block(n: int, axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, Any]:
-    """Where each device's block of a dimension starts and ends."""
+    """Return where each device's block of a dimension starts and ends."""
     index: Any = 0
     for axis in axes:
         index = index * sizes[axis] + place[axis]

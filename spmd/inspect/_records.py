@@ -138,7 +138,7 @@ class Price:
 
 
 def price(work: Work, hardware: Hardware, each: Sequence[float]) -> Price:
-    """What work takes. Where devices take branches of their own, a round takes as long as the dearest that runs.
+    """Return what work takes. Where devices take branches of their own, a round takes as long as the dearest that runs.
 
     Args:
       work: The work.
@@ -374,7 +374,7 @@ class Written:
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many collectives of each kind one call runs, kinds in the order of their names."""
+        """Return how many collectives of each kind one call runs, kinds in the order of their names."""
         return counts_by_kind((one.kind, one.count) for one in self.collectives)
 
     def to_dict(self) -> dict[str, Any]:

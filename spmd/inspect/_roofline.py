@@ -119,7 +119,7 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """What takes longest: "compute", "memory" or "communication"."""
+        """Return what takes longest: "compute", "memory" or "communication"."""
         return max(("compute", "memory", "communication"), key=lambda name: getattr(self, name))
 
     def to_dict(self) -> dict[str, Any]:
@@ -141,7 +141,7 @@ def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) 
 def priced(
     written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
 ) -> Price:
-    """What a program takes, and how often each of its collectives counts."""
+    """Return what a program takes, and how often each of its collectives counts."""
     each = [seconds_of(one, hardware, mesh) / (one.count or 1) for one in collectives]
     found = price(written.work, hardware, each)
     added = {i: float(collectives[i].count) for i in range(len(written.collectives), len(collectives))}

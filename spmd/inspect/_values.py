@@ -142,7 +142,7 @@ def stacked(value: Value) -> Value:
 
 
 def through(eqn: Any, ins: Sequence[Value]) -> list[Value]:
-    """Where the results of an elementwise equation lie: with its operands, as sharding propagation has it."""
+    """Return where the results of an elementwise equation lie: with its operands, as sharding propagation has it."""
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     name = eqn.primitive.name
     if name == "transpose" and isinstance(ins[0].place, tuple):
@@ -193,7 +193,7 @@ def dtype_name(aval: Any) -> str:
 
 
 def is_matmul(eqn: Any) -> bool:
-    """Whether a matrix unit does it."""
+    """Return whether a matrix unit does it."""
     return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
@@ -259,5 +259,6 @@ def memory_of(eqn: Any, ins: Sequence[float], outs: Sequence[float]) -> float:
 
 
 def writes_results(eqn: Any) -> bool:
-    """Whether an equation with memory traffic writes its results whole, so that what follows can be fused into it."""
+    """Return whether an equation with memory traffic writes its results whole, so that what follows can be fused into
+    it."""
     return not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice"))

@@ -83,7 +83,7 @@ def written(
 
 
 def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]]) -> list[int]:
-    """How many bytes of each result can lie in a donated argument: in one of the same shape and dtype each."""
+    """Return how many bytes of each result can lie in a donated argument: in one of the same shape and dtype each."""
     free: dict[Any, list[int]] = {}
     for aval, size in donated:
         free.setdefault((aval.shape, aval.dtype), []).append(size)
@@ -100,7 +100,7 @@ def _sizes(fn: Any, jaxpr: Any, leaves: list[Any], mesh: Any) -> dict[str, int]:
 
 
 def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: int) -> list[tuple[str, Any]]:
-    """What each input of the jaxpr is called, with the argument; static arguments are not inputs."""
+    """Return what each input of the jaxpr is called, with the argument; static arguments are not inputs."""
     labelled = list(zip(_paths(fn, args, kwargs), jax.tree.leaves((args, dict(kwargs))), strict=True))
     arrays = [(label, leaf) for label, leaf in labelled if is_array(leaf)]
     for found in (labelled, arrays):
@@ -110,7 +110,7 @@ def _leaves(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], count: in
 
 
 def _paths(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """What to call each leaf of the arguments: `params['w']`."""
+    """Return what to call each leaf of the arguments: `params['w']`."""
     try:
         known = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -125,7 +125,7 @@ def _paths(fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[st
 
 
 def _lies(array: Any, sizes: Mapping[str, int]) -> Any:
-    """Where an argument lies. A NumPy array or a number does not move between devices."""
+    """Return where an argument lies. A NumPy array or a number does not move between devices."""
     if isinstance(array, np.ndarray | np.generic | bool | int | float | complex):
         return ANYWHERE
     return of_sharding(getattr(array, "sharding", None), len(getattr(array, "shape", ())), sizes)

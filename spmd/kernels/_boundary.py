@@ -46,7 +46,7 @@ def check_boundary(plan: Plan, leaves: Sequence[Any]) -> None:
 
 
 def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
-    """Where an argument lies, if not as its layout says. It is empty if it does, or if JAX does not show it."""
+    """Return where an argument lies, if not as its layout says. It is empty if it does, or if JAX does not show it."""
     value, dims = _compat.mapped(leaf)
     if isinstance(value, jax.core.Tracer):  # its type shows Explicit axes only
         if not plan.typed_axes or plan.mode == "reference":
@@ -151,7 +151,7 @@ def _wanted(plan: Plan, leaf: Any, layout: Layout) -> NamedSharding:
 
 
 def _foreign(plan: Plan, leaf: Any) -> bool:
-    """Whether `jit` refuses an array: its type names another mesh, or it was put on other devices.
+    """Return whether `jit` refuses an array: its type names another mesh, or it was put on other devices.
 
     The order of the devices counts. A trace around the call takes the array as a constant, wherever it lies.
     """

@@ -327,7 +327,7 @@ class Kernel(ByName, Generic[P, R]):
 
 
 def _closes_over_tracer(fn: Any) -> bool:
-    """Whether a closure cell holds a tracer: its trace must not outlive this call."""
+    """Return whether a closure cell holds a tracer: its trace must not outlive this call."""
     for cell in getattr(fn, "__closure__", None) or ():
         try:
             content = cell.cell_contents

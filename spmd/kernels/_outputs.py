@@ -123,7 +123,7 @@ class Outputs:
             raise early(error, line)
 
     def explained(self, unequal: Unequal, signature: Signature, frame: Frame) -> SpmdError:
-        """Where a body is nested in other axes: which result varies on which axis."""
+        """Return where a body is nested in other axes: which result varies on which axis."""
         got = [
             f'{self.paths[i]}: "{self.layouts[i].short}" says equal on {", ".join(axes)}, and JAX '
             f"types it varying there"
@@ -206,7 +206,7 @@ def _check_count(signature: Signature, out: Any) -> None:
 
 
 def _rank_matters(layout: Layout) -> bool:
-    """Whether a divided dimension stands behind `...`, so that its position depends on the rank."""
+    """Return whether a divided dimension stands behind `...`, so that its position depends on the rank."""
     seen = False
     for dim in layout.dims:
         seen |= dim.ellipsis

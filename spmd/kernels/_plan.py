@@ -35,7 +35,7 @@ _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
 
 def concrete(leaves: Sequence[Any]) -> bool:
-    """Whether all leaves are arrays with values. It is on the hot path, so it looks only at their classes."""
+    """Return whether all leaves are arrays with values. It is on the hot path, so it looks only at their classes."""
     if _concrete.issuperset(map(type, leaves)):
         return True
     for x in leaves:
@@ -122,7 +122,7 @@ class Plan:
         return jax.jit(entry, **how)
 
     def fits(self, leaves: Sequence[Any]) -> bool:
-        """Whether all leaves are arrays with values that `jitted` takes as they lie. Every warm call asks it."""
+        """Return whether all leaves are arrays with values that `jitted` takes as they lie. Every warm call asks it."""
         if not _concrete.issuperset(map(type, leaves)):
             return False
         for x in leaves:

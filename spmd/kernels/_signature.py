@@ -77,7 +77,7 @@ class Signature:
 
     @property
     def text(self) -> str:
-        """How messages show the kernel."""
+        """Return how messages show the kernel."""
         return f'{self.name}: kernel("{self.source}")' if self.written else f"{self.name}: kernel({self.source})"
 
     def fail(

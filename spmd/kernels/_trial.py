@@ -43,7 +43,7 @@ _SMALL = 2**14  # numbers in arguments that are taken as they are
 
 
 def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
-    """What the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
+    """Return what the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
 
     An axis with one device has two here, because a program is right on all meshes or on none; and one of a large mesh
     has four.

@@ -148,7 +148,7 @@ class Layout(Value):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it has no dimensions (it may have marks)."""
+        """Return whether it has no dimensions (it may have marks)."""
         return not self.dims
 
     def axes_of(self, name: str) -> tuple[str, ...]:

@@ -367,7 +367,7 @@ class Parser:
         raise fault("'/' takes the name of a mesh axis, or 1 for whole.", slash.span)
 
     def slashes(self, token: Token) -> int:
-        """Where a run of slashes ends."""
+        """Return where a run of slashes ends."""
         rest = self.source[token.start :]
         return token.start + len(rest) - len(rest.lstrip("/"))
 

@@ -42,7 +42,7 @@ def mesh_text(sizes: Mapping[str, int]) -> str:
 
 
 def axis_span(source: str, axis: str) -> tuple[int, int] | None:
-    """Where a mesh axis stands in a string: behind a slash, or in a mark."""
+    """Return where a mesh axis stands in a string: behind a slash, or in a mark."""
     found = re.search(rf"(?:/|[:,]\s*)({re.escape(axis)})\b", source)
     return None if found is None else found.span(1)
 
@@ -124,7 +124,7 @@ class Misfit:
 
     @property
     def rule(self) -> str:
-        """What is wrong, without a full stop."""
+        """Say what is wrong, without a full stop."""
         raise NotImplementedError
 
     @property
@@ -198,7 +198,7 @@ class Unequal(Misfit):
 
     @property
     def own(self) -> str | None:
-        """What a dimension of another size may be, whose name is divided."""
+        """Return what a dimension of another size may be, whose name is divided."""
         if self.local is None or not self.first.axes:
             return None
         return (
@@ -302,7 +302,7 @@ def bind(
 
 
 def as_fault(faults: Sequence[Misfit], mesh: Mapping[str, int], several: str, **shown: Any) -> Fault:
-    """What does not fit as the fault of an error: one, or several of which `several` is the rule."""
+    """Return what does not fit as the fault of an error: one, or several of which `several` is the rule."""
     axes, first = mesh_text(mesh), faults[0]
     if len(faults) == 1:
         return Fault(f"{first.where}: {first.rule}.", span=first.span, got=[axes], advice=first.advice, **shown)
@@ -332,7 +332,7 @@ def written_out(dims: Sequence[Dim], rank: int, *, named: bool = False) -> list[
 def indivisible(
     name: str, size: int, axes: Sequence[str] | None, mesh: Mapping[str, int], where: str = "", span: Span | None = None
 ) -> Indivisible | None:
-    """What is wrong with dividing a size over mesh axes, if anything."""
+    """Return what is wrong with dividing a size over mesh axes, if anything."""
     parts = axes_product(axes, mesh) if axes else 1
     return Indivisible(where, span, name, size, tuple(axes or ()), parts) if size % parts else None
 
@@ -377,5 +377,5 @@ def _bind_factors(bound: Bound, where: str, dim: Dim, size: int | None, mesh: Ma
 
 
 def _span(layout: Dims) -> Span | None:
-    """Where all dimensions stand."""
+    """Return where all dimensions stand."""
     return (layout.dims[0].span[0], layout.dims[-1].span[1]) if layout.dims else None

@@ -62,12 +62,12 @@ class Dim:
 
     @property
     def text(self) -> str:
-        """How the dimension is written."""
+        """Return how the dimension is written."""
         return _dim_text(self, explicit=True)
 
     @property
     def short(self) -> str:
-        """How it is written where no mapping is in force: `d` for `d/1`."""
+        """Return how it is written where no mapping is in force: `d` for `d/1`."""
         return _dim_text(self, explicit=False)
 
 
@@ -113,7 +113,7 @@ class Value:
 def fault(
     rule: str, span: Span | None, fix: str | None = None, *, advice: str | None = None, got: Sequence[str] = ()
 ) -> LayoutError:
-    """What is wrong with a layout, for those who know neither its string nor the call: `with_call` adds them."""
+    """Return what is wrong with a layout, for those who know neither its string nor the call: `with_call` adds them."""
     return LayoutError(rule, span=span, got=got, fix=fix, advice=advice)
 
 
@@ -245,7 +245,7 @@ def check_form(dims: tuple[Dim, ...], marks: tuple[str, ...]) -> None:
 
 
 def _has_form(dim: Dim) -> bool:
-    """Whether the parts of a dimension may stand together in a string."""
+    """Return whether the parts of a dimension may stand together in a string."""
     if dim.ellipsis:
         return not (dim.atoms or any(dim.margin) or dim.bracket)
     if dim.composite and not all(atom.named for atom in dim.atoms):
@@ -256,7 +256,7 @@ def _has_form(dim: Dim) -> bool:
 
 
 def writable(name: object) -> bool:
-    """Whether a layout string could have this name."""
+    """Return whether a layout string could have this name."""
     return isinstance(name, str) and name.isascii() and name.isidentifier() and bool(name.strip("_"))
 
 

@@ -368,7 +368,7 @@ def _plus(call: str, y: Any, b: Any, layout: str, **names: Axes) -> Any:
 
 
 def _is_ring(name: str, tp: Axes, sp: Axes) -> bool:
-    """Whether a ring moves anything; an error where it cannot."""
+    """Return whether a ring moves anything; an error where it cannot."""
     if (tp if isinstance(tp, tuple) else (tp,)) != (sp if isinstance(sp, tuple) else (sp,)):
         rule = "a ring over the devices of tp moves a sequence that is divided over the same devices."
         advice = f"sp={tp!r}, or overlap=False"

@@ -257,7 +257,7 @@ class ValueType:
 
 
 def typeof(x: Any) -> ValueType:
-    """What is known of a value while it is traced: shape, dtype, layout, JAX's manual axis types.
+    """Return what is known of a value while it is traced: shape, dtype, layout, JAX's manual axis types.
 
     Communication: none.
 

@@ -265,7 +265,7 @@ class Blocks:
         return jnp.where(column[None] <= row[:, None], x, 0)
 
     def sent(self, x: Any, j: Any) -> Any:
-        """What device j has, on all devices."""
+        """Return what device j has, on all devices."""
         return _lax.psum(jnp.where(self.mine == j, x, 0), self.axes)
 
     def gathered(self, x: Any) -> Any:
@@ -328,7 +328,7 @@ def _divided(own: Blocks, x: Any) -> Any:
 
 
 def _squared(own: Blocks, lower: Any, change: Any) -> Any:
-    """What l @ l^H changes by if the triangle does. Only derivatives of derivatives compute it."""
+    """Return what l @ l^H changes by if the triangle does. Only derivatives of derivatives compute it."""
     change = own.triangle(change)
 
     def columns(_: None, j: Any) -> tuple[None, Any]:

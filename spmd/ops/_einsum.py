@@ -170,7 +170,7 @@ def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
 
 
 def owner_of_axes(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict[str, Factor]:
-    """Which factor each mesh axis divides: one in the whole call."""
+    """Return which factor each mesh axis divides: one in the whole call."""
     owners: dict[str, Factor] = {}
     for factor in have.values():
         for axis in factor.axes:

@@ -28,7 +28,7 @@ from spmd.ops._reduce import plain_dims
 
 
 def without_gaps(frame: Frame, axes: tuple[str, ...], blocks: int, ragged: bool | None) -> bool:
-    """Whether rows travel without gaps over these axes: if asked for, or by default where the hardware can.
+    """Return whether rows travel without gaps over these axes: if asked for, or by default where the hardware can.
 
     It numbers the devices in the order of the mesh, and only devices of their own can take part.
     """
@@ -251,13 +251,13 @@ class _Job:
 
     @cached_property
     def distances(self) -> tuple[int, ...]:
-        """How many blocks away what is sent goes."""
+        """Return how many blocks away what is sent goes."""
         hops = range(self.blocks) if self.hops is None else self.hops
         return tuple(dict.fromkeys(hop % self.blocks for hop in hops if hop % self.blocks))
 
     @cached_property
     def divided(self) -> bool:
-        """Whether each device has one block, and not all of them."""
+        """Return whether each device has one block, and not all of them."""
         return self.call.frame.explicit and bool(self.factor.axes)
 
     def here(self) -> Any:
@@ -316,7 +316,7 @@ class _Job:
         return lax.sort(key << bits | slots, is_stable=False) & ((1 << bits) - 1)
 
     def settled(self, table: Any) -> Any:
-        """How many rows each block sends to each other, `(from, to)`. All devices compute the same."""
+        """Return how many rows each block sends to each other, `(from, to)`. All devices compute the same."""
         n = self.blocks
         counts, held = table[:, :n], table[:, n]
         far = _numbers(n)[None] - _numbers(n)[:, None]
@@ -325,7 +325,7 @@ class _Job:
         before = jnp.cumsum(wanted, 0, dtype=jnp.int32) - wanted
 
         def fits(sent: Any) -> Any:
-            """What of `wanted` has slots if `sent` has left."""
+            """Return what of `wanted` has slots if `sent` has left."""
             return jnp.clip((self.slots - held + _count(sent, 1))[None] - before, 0, wanted)
 
         # What stays because a slot is missing takes a slot itself. So the numbers fall until they fit.
@@ -363,7 +363,7 @@ class _Job:
         )
 
     def routes(self, here: Any, table: Any, sent: Any) -> tuple[Route, Route]:
-        """How rows travel without gaps: from where they lie by owner to behind those that stay, and back."""
+        """Return how rows travel without gaps: from where they lie by owner to behind those that stay, and back."""
         counts, held = table[:, :-1], table[:, -1]
         starts = jnp.cumsum(counts, 1, dtype=jnp.int32) - counts
         bases = (held - _count(sent, 1))[None] + jnp.cumsum(sent, 0, dtype=jnp.int32) - sent

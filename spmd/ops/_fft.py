@@ -412,7 +412,7 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
 
 
 def _in_place(job: Job) -> bool:
-    """Whether the array has one dimension that is divided, the transformed one, alike on both sides."""
+    """Return whether the array has one dimension that is divided, the transformed one, alike on both sides."""
     alone = job.moved == {len(job.source) - 1} and not any(job.source[:-1])
     return alone and not job.real and job.source == job.target
 

@@ -190,7 +190,8 @@ def _changes(
 
 
 def _frees(state: _State, to: Placement) -> bool:
-    """Whether the target is progress: nothing is left to transform, or some dimension becomes whole or is cropped."""
+    """Return whether the target is progress: nothing is left to transform, or some dimension becomes whole or is
+    cropped."""
     return (
         not state.left
         or any(state.at[i] and not to[i] for i in state.left)
@@ -199,7 +200,7 @@ def _frees(state: _State, to: Placement) -> bool:
 
 
 def _single(at: Placement, to: Placement) -> bool:
-    """Whether it is one exchange: axes go from one dimension to one other."""
+    """Return whether it is one exchange: axes go from one dimension to one other."""
     pairs = list(zip(at, to, strict=True))
     givers = sum(want[: len(have)] != have for have, want in pairs)
     takers = sum(have[: len(want)] != want for have, want in pairs)
@@ -258,7 +259,7 @@ def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], fr
 
 
 def renamed_dims(call: Call) -> tuple[int, ...]:
-    """Which dimensions of the pattern have a new name."""
+    """Return which dimensions of the pattern have a new name."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     for layout in (src, dst):
         plain_dims(call, layout)
@@ -387,7 +388,7 @@ def _size_after(call: Call, atom: Atom, factor: Any, pad: bool, last: bool, leas
 
 
 def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
-    """How many samples a half spectrum of `size` entries belongs to."""
+    """Return how many samples a half spectrum of `size` entries belongs to."""
     known = call.sizes.get(atom.name)
     if pad and known is None:
         rule = f"the size of {atom.name} says how many of the {size} entries are padding, and it is not known."

@@ -60,12 +60,12 @@ class Edge:
 
     @property
     def skipped(self) -> int:
-        """How many elements at the end a mirror does not repeat: one if the wall lies on an element."""
+        """Return how many elements at the end a mirror does not repeat: one if the wall lies on an element."""
         return int(EDGES.get(self.kind) == "reflect")
 
     @property
     def plain(self) -> bool:
-        """Whether `jnp.pad` makes it without further work."""
+        """Return whether `jnp.pad` makes it without further work."""
         return not self.odd and self.kind != "constant"
 
     def turned(self, mirrored: Any, last: Any) -> Any:
@@ -195,7 +195,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _holds(dtype: Any, value: Any) -> bool:
-    """Whether this dtype holds a constant: floating-point dtypes round it, others hold it exactly or not at all."""
+    """Return whether this dtype holds a constant: floating-point dtypes round it, others hold it exactly or not at
+    all."""
     if isinstance(value, jax.core.Tracer):
         return jnp.promote_types(dtype, value.dtype) == dtype
     value = np.asarray(value)
@@ -421,7 +422,7 @@ class Margins:
 
     @property
     def wider(self) -> tuple[int, int]:
-        """How much is added on each side."""
+        """Return how much is added on each side."""
         return self.want[0] - self.have[0], self.want[1] - self.have[1]
 
     @property
@@ -430,13 +431,13 @@ class Margins:
 
     @property
     def sent(self) -> bool:
-        """Whether both margins are elements of the array or zeros, each of them once."""
+        """Return whether both margins are elements of the array or zeros, each of them once."""
         kinds = {self.low.kind, self.high.kind}
         few = self.blocks > 1 or max(self.want) <= self.size
         return self.call.frame.explicit and kinds <= {"periodic", "zero"} and few
 
     def sides(self, x: Any, part: Callable[[int, int], Any]) -> tuple[Any, Any]:
-        """What is added before and after; `part(start, stop)` gives elements of the array."""
+        """Return what is added before and after; `part(start, stop)` gives elements of the array."""
         before, length = self.wider[0], x.shape[self.dim]
         if not self.sent:
             wide = self.added(x)

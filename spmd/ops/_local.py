@@ -187,7 +187,7 @@ def _closed(call: Call, x: Any, layout: Layout, name: str | None = None, index: 
 
 
 def _results(call: Call, out: Any) -> tuple[Any, ...]:
-    """What a function returned, one array per layout of the right side."""
+    """Return what a function returned, one array per layout of the right side."""
     wanted = len(call.pattern.outputs)
     found = (out,) if wanted == 1 and not isinstance(out, (tuple, list)) else out
     if not isinstance(found, (tuple, list)) or len(found) != wanted:
@@ -394,7 +394,7 @@ def _cut(operand: Operand, frame: Frame) -> Any:
 
 
 def _counts(layout: Layout, factors: int) -> list[int]:
-    """How many factors each dimension has, `...` expanded."""
+    """Return how many factors each dimension has, `...` expanded."""
     extra = factors - len(layout.atoms)
     out: list[int] = []
     for dim in layout.dims:

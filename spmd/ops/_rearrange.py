@@ -128,7 +128,7 @@ def _is_one(factor: Factor) -> bool:
 
 
 def _closes(layout: Layout) -> bool:
-    """Whether a composite dimension is divided."""
+    """Return whether a composite dimension is divided."""
     return any(dim.composite and dim.axes for dim in layout.dims)
 
 
@@ -166,12 +166,12 @@ def _names(dst: Layout, have: Mapping[str, Factor]) -> list[str]:
 
 
 def _axes(operand: Operand) -> list[list[str]]:
-    """What each axis of an operand is, for `rearranged`."""
+    """Return what each axis of an operand is, for `rearranged`."""
     return [[] if _is_one(factor) else [factor.name] for factor in operand.factors]
 
 
 def _dims(dst: Layout, have: Mapping[str, Factor]) -> list[list[str]]:
-    """What each dimension of the right side is composed of."""
+    """Return what each dimension of the right side is composed of."""
     dims: list[list[str]] = []
     for dim in dst.dims:
         dots = [[name] for name in have if name.startswith("...")]

@@ -40,7 +40,7 @@ class Landing:
 
 
 def placed(name: str, axes: Iterable[str]) -> str:
-    """How a factor is written: `b/dp/fsdp`."""
+    """Return how a factor is written: `b/dp/fsdp`."""
     return "/".join((name, *axes))
 
 

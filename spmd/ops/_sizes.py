@@ -275,7 +275,7 @@ def size(*args: Any, **names: Any) -> int:
 
 
 def local_size(layout: str, /, **names: Any) -> int:
-    """How much of a dimension an array holds here: `local_size("b/dp")`.
+    """Return how much of a dimension an array holds here: `local_size("b/dp")`.
 
     In explicit mode this is one device's block. In the other modes arrays are whole, and it is the global size. It is
     the size in `.shape` of an array of that layout.

@@ -185,8 +185,8 @@ class _Blocks:
         return ordered(x)
 
     def places(self, x: Any, *, stable: bool = False) -> Any:
-        """Where each element was in the whole dimension. With `stable` so that equal ones keep their order if the
-        largest comes first."""
+        """Return where each element was in the whole dimension. With `stable` so that equal ones keep their order if
+        the largest comes first."""
         start = self.one.call.start(self.one.factor)
         places = lax.broadcasted_iota(start.dtype, x.shape, self.dim) + start
         return self.decoded(places) if stable else places
@@ -211,7 +211,8 @@ class _Blocks:
         return (*first, *(_picked(y, order, self.dim) for y in held[keys:]))
 
     def at(self, i: int) -> int:
-        """Which block has the i-th part of the order. If the largest comes first, blocks ascend towards the front."""
+        """Return which block has the i-th part of the order. If the largest comes first, blocks ascend towards the
+        front."""
         return self.n - 1 - i if self.descending else i
 
     def sent(self, y: Any, pairs: list[tuple[int, int]]) -> Any:
@@ -264,7 +265,8 @@ def _chosen(mask: Any, a: Any, b: Any) -> Any:
 
 
 def _before(a: Held, b: Held) -> Any:
-    """Whether an element of `a` is lower than that of `b`. NaN is above all, and equals go by what comes next."""
+    """Return whether an element of `a` is lower than that of `b`. NaN is above all, and equals go by what comes
+    next."""
     lower = _lower(a[0], b[0])
     return lower | (~_lower(b[0], a[0]) & _before(a[1:], b[1:])) if len(a) > 1 else lower
 

@@ -173,7 +173,7 @@ class Steps:
     atol: float
 
     def begin(self, b: Any, x0: Any) -> tuple[Any, Any]:
-        """Where the steps begin, typed as the solution, and the residual there."""
+        """Return where the steps begin, typed as the solution, and the residual there."""
         if x0 is None:
             return typed(jax.tree.map(jnp.zeros_like, b), varying(b)), b
         return typed(jax.tree.map(jnp.asarray, x0), varying(b)), plus(b, self.apply(x0), -1)
@@ -279,7 +279,8 @@ class _Steps(Steps):
         return list(_lax.psum(jnp.stack([inner(x, y).real for x, y in pairs]), self.axes))
 
     def measured(self, r: Any) -> tuple[Any, Any, Any]:
-        """What the preconditioner makes of a residual, its product with it, and the residual's own length squared."""
+        """Return what the preconditioner makes of a residual, its product with it, and the residual's own length
+        squared."""
         if self.precondition is None:
             [length] = self.dots((r, r))
             return r, length, length
@@ -454,7 +455,8 @@ class _Restarted(Steps):
         return x, typed((count, length), varying(b))
 
     def cycle(self, r: Any, length: Any, small: Any, step: Any) -> tuple[Any, Any]:
-        """How far to go from where the residual is r, by the best of `restart` directions, and the steps till then.
+        """Return how far to go from where the residual is r, by the best of `restart` directions, and the steps till
+        then.
 
         Column k of the Hessenberg matrix is turned into one of a triangle as soon as it is known: `turn` is the product
         of the rotations, and its first column says how long the residual is.
@@ -505,7 +507,8 @@ class _Restarted(Steps):
         return w, column.at[k + 1].set(jnp.where(whole, length, 0))
 
     def less(self, vectors: Any, w: Any) -> tuple[Any, Any, Any]:
-        """What is left of w without its parts along the vectors, those parts, and the square of w's length before."""
+        """Return what is left of w without its parts along the vectors, those parts, and the square of w's length
+        before."""
         both = jax.tree.map(lambda every, one: jnp.concatenate([every, one[None]]), vectors, w)
         products = _lax.psum(jax.vmap(inner, (0, None))(both, w), self.axes)
         return plus(w, _combined(products[:-1], vectors), -1), products[:-1], products[-1].real
@@ -516,7 +519,7 @@ def _combined(weights: Any, vectors: Any) -> Any:
 
 
 def _noise(x: Any) -> float:
-    """What is left of a number of size 1 that ought to be nothing."""
+    """Return what is left of a number of size 1 that ought to be nothing."""
     return 16 * float(jnp.finfo(x.dtype).eps)
 
 

@@ -108,7 +108,8 @@ def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
 
 
 def nearby(call: Call, ids: Any, key: Factor) -> tuple[Any, Any]:
-    """Where the rows of these numbers, of at least 32 bits, are in this block of `key`, and whether they are in it."""
+    """Return where the rows of these numbers, of at least 32 bits, are in this block of `key`, and whether they are in
+    it."""
     start: Any = 0
     if call.frame.explicit and key.axes:
         start = call.start(key)

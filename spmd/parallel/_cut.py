@@ -103,7 +103,7 @@ class Cut:
             self.read.update(_variables(eqn.invars))
 
     def second(self, eqn: Any) -> bool:
-        """Whether the second part has an equation, even if the first one has it too."""
+        """Return whether the second part has an equation, even if the first one has it too."""
         if not any(var in self.made for var in eqn.outvars):
             return True
         return all(var in self.again for var in eqn.outvars) and any(var in self.read for var in eqn.outvars)
@@ -140,7 +140,7 @@ class _Loop:
         self._how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
 
     def carry(self, i: int) -> int | None:
-        """Which carry the operand is, if it is one."""
+        """Return which carry the operand is, if it is one."""
         return i - self.consts if 0 <= i - self.consts < self.carries else None
 
     def run(self, body: Any, operands: Sequence[Any], mine: Sequence[bool], extra: Any = ()) -> tuple[list[Any], Any]:

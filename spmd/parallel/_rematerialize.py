@@ -114,8 +114,8 @@ class Layer:
 
 
 def _saved(jaxpr: Any, given: tuple[Any, ...], outputs: int) -> tuple[int, ...]:
-    """Which results of the forward function are kept: one for each variable that can be made again neither from the
-    weights alone nor from what all layers share alone."""
+    """Return which results of the forward function are kept: one for each variable that can be made again neither from
+    the weights alone nor from what all layers share alone."""
     sizes = [len(jax.tree.leaves(part)) for part in given]
 
     def made_of(*parts: bool) -> list[Any]:
@@ -240,7 +240,7 @@ class Move:
 
     @property
     def tiled(self) -> bool:
-        """Whether all-gathers alone move it from rest to use."""
+        """Return whether all-gathers alone move it from rest to use."""
         return all(rest[: len(use)] == use for rest, use in zip(self.rest, self.use, strict=True))
 
     def inner(self) -> Move:

@@ -201,7 +201,8 @@ def _hop_back(
     number: Any,
     first: bool = False,
 ) -> tuple[Any, Any]:
-    """What one block of keys adds to the gradient of the queries, and the block's own gradients from these queries."""
+    """Return what one block of keys adds to the gradient of the queries, and the block's own gradients from these
+    queries."""
     k, v = jnp.split(keys, [size], axis=-1)
 
     def visit(gradients: Tree) -> Tree:
@@ -219,7 +220,7 @@ def _hop_back(
 
 
 def _if_seen(ring: Ring, number: Any, visit: Any, kept: Tree) -> Tree:
-    """What a visit makes of `kept`, or `kept` itself on devices from which the mask hides the whole block.
+    """Return what a visit makes of `kept`, or `kept` itself on devices from which the mask hides the whole block.
 
     Under a causal mask these are, with contiguous blocks, the blocks behind our own. A device that holds one block
     branches. Where arrays are whole, one product works on all blocks.

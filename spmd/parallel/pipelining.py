@@ -244,7 +244,7 @@ def _start(x: Tree, pp: Axes, schedule: PipelineSchedule) -> tuple[Any, Tree, Tr
 
 @scope(mapping=None)
 def passed_on(x: Tree, pp: Axes, by: int = 1) -> Tree:
-    """What lies on each device, `by` devices further on."""
+    """Return what lies on each device, `by` devices further on."""
     return shift(x, "[p/pp] ...", by, pp=pp)
 
 

@@ -308,7 +308,7 @@ class _Drawn:
 
 
 def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: Order = "forward") -> PipelineSchedule:
-    """What a pipeline does in each tick, and how much of its time is a bubble.
+    """Return what a pipeline does in each tick, and how much of its time is a bubble.
 
     A micro-batch enters the first stage and moves on by one stage in each tick. After the last stage it is done, or
     comes back to the first for its next round, once all micro-batches have entered. With m micro-batches on p devices
@@ -488,7 +488,7 @@ class _Stay(NamedTuple):
 
 
 def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until: str) -> Iterable[_Stay]:
-    """What a step of this part needs from the step before it."""
+    """Return what a step of this part needs from the step before it."""
     cut = schedule.order == "zb-h1"
     for (work, stage), tick in when.items():
         source = before(work, stage, schedule.stages, schedule.repeats)
@@ -497,7 +497,7 @@ def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until:
 
 
 def _own(when: dict[Step, int], part: str, until: str) -> Iterable[_Stay]:
-    """What a step leaves to a later one of the same device."""
+    """Return what a step leaves to a later one of the same device."""
     for (work, stage), tick in when.items():
         if work.part == part:
             yield _Stay(tick, (work, stage), when[work._replace(part=until), stage])

@@ -90,7 +90,7 @@ class Operand:
 
 
 def ways(found: Operand) -> list[str]:
-    """What may be written in place of a collective, the best first; none where no verb says it."""
+    """Return what may be written in place of a collective, the best first; none where no verb says it."""
     rule, params = _RULES.get(found.eqn.primitive.name), found.eqn.params
     if rule is None or params.get("axis_index_groups") is not None:
         return []
@@ -191,7 +191,7 @@ def _permutes(found: Operand) -> Iterator[str]:
 
 
 def in_groups(found: Operand, factors: Factors) -> str:
-    """What becomes of a collective in groups of an axis; "" where it has none."""
+    """Return what becomes of a collective in groups of an axis; "" where it has none."""
     axes = axes_of(found.eqn)
     if found.eqn.params.get("axis_index_groups") is not None:
         return f"groups of {', '.join(axes)} that are neither neighbours nor one of each"

@@ -128,7 +128,7 @@ class Writer:
         return self.functions[-1]
 
     def place(self, value: Any) -> Place:
-        """How a value lies in the kernel."""
+        """Return how a value lies in the kernel."""
         found = self.reading.place(value)
         return found._replace(partial=(*found.partial, *self.waiting.get(value, ())))
 
@@ -236,7 +236,7 @@ class Writer:
         self.put(result, Made(text, made.names, target), level=max(made.level, self.branch))
 
     def _scattered(self, op: Any, target: Place) -> Place | None:
-        """Where a sum lies of which all that follows keeps one slice: then it is scattered at once."""
+        """Return where a sum lies of which all that follows keeps one slice: then it is scattered at once."""
         uses = [operation(use.owner) for use in op.results[0].uses]
         places = {self.place(one.results[0]) for one in uses if name_of(one) == "sdy.all_slice"}
         summed = set(self.reading.before(op, "sdy.all_reduce")[1])

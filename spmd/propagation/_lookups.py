@@ -267,7 +267,7 @@ def whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
 
 
 def _rows(at: Made) -> Place:
-    """How the numbers of rows lie, without the dimension that says which of their indices one is."""
+    """Return how the numbers of rows lie, without the dimension that says which of their indices one is."""
     return Place(at.place.dims[:-1])
 
 
@@ -282,7 +282,7 @@ def _alike(writer: Any, one: Place, other: Place) -> None:
 
 
 def _starts(writer: Any, values: Sequence[Any], kept: Sequence[bool]) -> str:
-    """Where a piece begins, `(i, 0)`: of a dimension that is taken whole, at its beginning."""
+    """Return where a piece begins, `(i, 0)`: of a dimension that is taken whole, at its beginning."""
     texts = ["0" if one else bare(writer.get(value).text) for value, one in zip(values, kept, strict=True)]
     return f"({', '.join(texts)},)" if len(texts) == 1 else f"({', '.join(texts)})"
 

@@ -141,7 +141,7 @@ def _wait(writer: Any, op: Any, i: int) -> None:
 
 
 def _start(writer: Any, value: Any, place: Place) -> Made:
-    """What a loop begins with."""
+    """Return what a loop begins with."""
     if not place.partial:
         return _typed(writer.array(value), place)
     kind = typed(value)
@@ -186,7 +186,7 @@ def _dtype(value: Any) -> str:
 
 
 def _grows(value: Any, argument: Any) -> bool:
-    """Whether a value is the argument and one."""
+    """Return whether a value is the argument and one."""
     op = owner_of(value)
     if op is None or name_of(op) != "stablehlo.add" or argument not in list(op.operands):
         return False

@@ -221,7 +221,7 @@ class Reading:
     # --- values -------------------------------------------------------------------------------------------
 
     def place(self, value: Any) -> Place:
-        """How a value lies."""
+        """Return how a value lies."""
         whole = Place(((),) * len(typed(value).shape))
         owner = value.owner
         if hasattr(owner, "operations"):  # a block, whose argument the value is
@@ -271,7 +271,7 @@ class Reading:
                 self._keep(op, number)
 
     def _enter(self, op: Any, name: str, number: Number, site: _Site) -> None:
-        """What is inside of a loop, a branch or a `shard_map`."""
+        """Read what is inside of a loop, a branch or a `shard_map`."""
         inner = site
         if name == "stablehlo.while":
             length = self.lengths.get(number[-1]) if number else None
@@ -322,7 +322,7 @@ class Reading:
         self.moves.append(moved)
 
     def _user(self, value: Any) -> Any:
-        """What first uses a value, behind the changes of its layout, and the slices that a loop takes."""
+        """Return what first uses a value, behind the changes of its layout, and the slices that a loop takes."""
         for use in value.uses:
             op = operation(use.owner)
             name, number = name_of(op), numbers(op)
@@ -343,7 +343,7 @@ class Reading:
                 yield Beside(origin.argument, _maker(value), whole, typed(value).shape)
 
     def _origin(self, value: Any, repeats: bool) -> _Origin:
-        """Where a value comes from, through copies, slices, and loops that keep it."""
+        """Return where a value comes from, through copies, slices, and loops that keep it."""
         here = sliced = unchanging = False  # here: sliced inside of this loop
         while True:
             while (owner := owner_of(value)) is not None:
@@ -360,13 +360,13 @@ class Reading:
             unchanging, here, value = unchanging or (not here and repeats), False, op.operands[number]
 
     def _is_sliced(self, value: Any, axes: Sequence[Axis]) -> bool:
-        """Whether all that uses a value keeps a slice along these axes."""
+        """Return whether all that uses a value keeps a slice along these axes."""
         uses = [operation(use.owner) for use in value.uses]
         kept = [self.lists(str(op.attributes["slicing_axes"])) if name_of(op) == "sdy.all_slice" else () for op in uses]
         return bool(uses) and all(set(axes) <= {axis for dim in dims for axis in dim} for dims in kept)
 
     def before(self, op: Any, name: str) -> tuple[Place, tuple[Axis, ...]]:
-        """How what is moved lay before, read off the operation, and the axes along which it is moved."""
+        """Return how what is moved lay before, read off the operation, and the axes along which it is moved."""
         value, target = op.operands[0], self.place(op.results[0])
         text = {key: str(op.attributes[key]) for key in _SAID if key in op.attributes}
         dims = list(target.dims)
@@ -466,7 +466,7 @@ def _parent(value: Any) -> Any:
 
 
 def is_kept(value: Any) -> bool:
-    """Whether a loop gives the argument of its body back as it is."""
+    """Return whether a loop gives the argument of its body back as it is."""
     *_, last = value.owner.operations
     operands = last.operation.operands
     given = operands[value.arg_number] if value.arg_number < len(operands) else None

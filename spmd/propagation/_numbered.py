@@ -93,7 +93,7 @@ def _is_input(leaf: Any) -> bool:
 
 
 def _parameters(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_input: Callable[[Any], bool]) -> list[str]:
-    """What the inputs are called: as the function calls its arguments, with their paths."""
+    """Return what the inputs are called: as the function calls its arguments, with their paths."""
     kernel = fn if isinstance(fn, Kernel) else getattr(fn, "__self__", None)
     if isinstance(kernel, Kernel):
         names = list(kernel.signature.params)

@@ -45,7 +45,7 @@ class Waiting:
         self._rounds = rounds
 
     def after(self, op: Any, i: int) -> Later | None:
-        """What waits, if the sums of the i-th result of a loop are done after it; None if it may not."""
+        """Return what waits, if the sums of the i-th result of a loop are done after it; None if it may not."""
         test, body = (region.blocks[0] for region in op.regions)
         carry = body.arguments[i]
         unread = not any(test.arguments[i].uses) and len(list(carry.uses)) == 1
@@ -59,7 +59,7 @@ class Waiting:
         return Later((carry, *found.values), tuple((one, n * times) for one, n in found.sums))
 
     def _linear(self, value: Any, carry: Any, block: Any) -> Later | None:
-        """How a value waits that nothing else uses; None where it is not linear in sums and in the carry."""
+        """Return how a value waits that nothing else uses; None where it is not linear in sums and in the carry."""
         if value == carry:
             return Later()
         op = owner_of(value)
@@ -89,7 +89,7 @@ def axes_of_sums(later: Later, axes: Callable[[Any], tuple[Axis, ...]]) -> tuple
 
 
 def is_zero(value: Any) -> bool:
-    """Whether a value is zeros that nobody computes."""
+    """Return whether a value is zeros that nobody computes."""
     op = owner_of(value)
     if op is None:
         loop = operation(value.owner.owner)
@@ -104,7 +104,7 @@ def is_zero(value: Any) -> bool:
 
 
 def _adds(op: Any) -> bool:
-    """Whether an operation's terms on the devices are added, and not compared."""
+    """Return whether an operation's terms on the devices are added, and not compared."""
     if op is None or name_of(op) not in ("stablehlo.reduce", "stablehlo.dot_general", "stablehlo.scatter"):
         return False
     inside = [name_of(operation(one)) for region in op.regions for one in region.blocks[0].operations]

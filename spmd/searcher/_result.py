@@ -261,7 +261,7 @@ HEAD = ("", "mesh", "time", "at least", "MFU", "memory", "binds", "sent")
 
 
 def marked(rows: Sequence[Row]) -> list[bool]:
-    """Which rows are not dominated, of a list in the order of time and memory."""
+    """Return which rows are not dominated, of a list in the order of time and memory."""
     found, least = [], (float("inf"), 0.0)
     for row in rows:
         found.append(row.peak < least[0] or (row.peak, row.seconds) == least)
@@ -300,7 +300,7 @@ class Untraced:
 
 
 def key_of(mesh: Mapping[str, int], choice: Mapping[str, Any]) -> Any:
-    """What two names of one candidate share: axes of size 1 and the order of the axes do not count."""
+    """Return what two names of one candidate share: axes of size 1 and the order of the axes do not count."""
     sizes = frozenset((axis, size) for axis, size in mesh.items() if size > 1)
     return sizes, tuple((name, repr(choice[name])) for name in sorted(choice))
 
@@ -331,7 +331,7 @@ class Found:
         self.excluded[key_of(mesh, choice)] = f"{_KINDS[kind]}: {text}"
 
     def reasons(self) -> list[str]:
-        """How many candidates were excluded by what."""
+        """Return how many candidates were excluded by what."""
         return [f"{self.counts[kind]:,} {text}" for kind, text in _KINDS.items() if self.counts[kind]]
 
 
@@ -425,7 +425,7 @@ class Search:
         return Table([Texts(cells(row, i)) for i, row in enumerate(shown, 1)], HEAD, (2, 3, 4, 5), (7,), 2)
 
     def _account(self) -> list[str]:
-        """What became of all candidates, in sentences."""
+        """Return what became of all candidates, in sentences."""
         more = len(self.rows) - self._found.top
         kept = f"{self.considered:,} candidates, {self.traced:,} traced, {len(self.untraced):,} not traced"
         kept += f"; {more:,} more row{'s' * (more > 1)}" if more > 0 else ""
@@ -440,7 +440,7 @@ class Search:
         return [kept, *(f"  {reason}" for reason in self._found.reasons()), sure, *notes]
 
     def _without(self) -> str:
-        """What the best row needs if what counts as a kernel is none."""
+        """Return what the best row needs if what counts as a kernel is none."""
         memory = self.best.memory
         more = (memory.opened or 0) - (memory.estimated or 0)
         return f"; if it is none, row 1 needs {bytes_text(memory.peak + more)}" if more > 0 else ""
@@ -465,7 +465,7 @@ class Search:
 
 
 def _behind(row: Row, best: Row, place: int, count: int) -> str:
-    """How a row compares with the best one."""
+    """Return how a row compares with the best one."""
     if row is best:
         return f"{row.name} is the best of {count:,}: {seconds_text(row.seconds)}, {bytes_text(row.peak)}."
     parts = {

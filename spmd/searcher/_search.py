@@ -50,7 +50,7 @@ def search(
     trace: Sequence[Mapping[str, int]] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Search:
-    """Which mesh suits a program best: every factorisation of the device count, excluded by a bound or traced.
+    """Return which mesh suits a program best: every factorisation of the device count, excluded by a bound or traced.
 
     Each way to divide the devices over the axes is a candidate, with each combination of `choices`. Bounds exclude
     candidates before anything is traced, in this order: `where`, what `build` raises as `spmd.Impossible`, arguments

@@ -164,7 +164,7 @@ def _table(rows: list[tuple[str, ...]], left: str, right: str) -> str:
 
 
 def _origins(found: Explanation, view: str, keys: Iterable[Key]) -> list[str]:
-    """Where the collectives of these kinds and axes were written, one line each."""
+    """Return where the collectives of these kinds and axes were written, one line each."""
     wanted = set(keys)
     alike: dict[tuple[str, ...], int] = {}  # a verb on a pytree is one line and many collectives
     for one in found.collectives:

@@ -287,8 +287,8 @@ class _Program:
 
 
 def _builder(kernel: Any, mesh: Any, args: Any, kwargs: Any) -> Any:
-    """What makes the program for a mesh. A function of the arguments needs no other: its kernels take the mesh that the
-    trial is on."""
+    """Return what makes the program for a mesh. A function of the arguments needs no other: its kernels take the mesh
+    that the trial is on."""
     if isinstance(kernel, Kernel):
         return kernel
     fits = lambda *args, **kwargs: _binds(kernel, args, kwargs)
@@ -352,7 +352,7 @@ def _rounded(arrays: Any, dtype: str) -> Any:
 
 
 def _spec(x: Any, mesh: Mesh) -> P:
-    """How an argument lies, for other meshes with the same axes."""
+    """Return how an argument lies, for other meshes with the same axes."""
     sharding = getattr(x, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh.axis_names != mesh.axis_names:
         return P()
@@ -360,7 +360,7 @@ def _spec(x: Any, mesh: Mesh) -> P:
 
 
 def _struct(x: Any, sharding: NamedSharding) -> Any:
-    """What an argument is traced as: NumPy's int64 as JAX holds it. A number keeps its weak type."""
+    """Return what an argument is traced as: NumPy's int64 as JAX holds it. A number keeps its weak type."""
     if not is_array(x):
         return x
     return jax.ShapeDtypeStruct(x.shape, held_dtype(x), sharding=sharding)
@@ -530,7 +530,7 @@ _NUMBERS = 2**26  # numbers that are drawn
 
 
 def lacks_values(tree: Any) -> bool:
-    """Whether an array of a tree is a `jax.ShapeDtypeStruct`."""
+    """Return whether an array of a tree is a `jax.ShapeDtypeStruct`."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(tree))
 
 

@@ -115,7 +115,7 @@ def _leaves(tree: Any) -> list[_Leaf]:
 
 
 def _anywhere(leaf: Any) -> bool:
-    """Whether it is a single number, which cannot be divided, and does not lie on a mesh."""
+    """Return whether it is a single number, which cannot be divided, and does not lie on a mesh."""
     return not np.shape(leaf) and not isinstance(getattr(leaf, "sharding", None), NamedSharding)
 
 

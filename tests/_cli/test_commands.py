@@ -1,7 +1,5 @@
 """`python -m spmd`: what the commands print, their JSON, and how wrong words are answered."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Programs by their names in files: `python -m spmd explain` and `check`."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """A command that takes long says on a terminal what it does; in a pipe it prints its lines as they come, and no more."""
 
-from __future__ import annotations
-
 import os
 import pty
 import signal

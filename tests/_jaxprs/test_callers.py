@@ -1,7 +1,5 @@
 """Which layers a call comes from, and which of their keywords name mesh axes."""
 
-from __future__ import annotations
-
 import sys
 from types import CodeType
 

@@ -1,7 +1,5 @@
 """What the table says of the jaxprs that an equation holds, tried by evaluating them."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """What JAX's own errors say. Each is raised by JAX itself, so that a version with other words is noticed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

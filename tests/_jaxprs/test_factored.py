@@ -1,7 +1,5 @@
 """Programs in groups of an axis, over a mesh with two axes in its place: the same numbers, from the same equations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Names that know what they name keep what they know in every jaxpr."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

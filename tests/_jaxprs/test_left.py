@@ -1,7 +1,5 @@
 """Which mesh axes bodies leave to the compiler, read off a program."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P

@@ -1,7 +1,5 @@
 """The walk over jaxprs, with domains small enough to check by hand: what values are made of, and how often code runs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What differs between processes, as each of them says it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What the environment says of a process, for each launcher and scheduler."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd._processes.environment import Task, tasks

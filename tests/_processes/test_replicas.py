@@ -1,7 +1,5 @@
 """What every process gives whole. Several processes compare it in `tests/cluster/programs.py`."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Values that hold inside `with` blocks, whatever the order in which the blocks end."""
 
-from __future__ import annotations
-
 import contextvars
 import threading
 

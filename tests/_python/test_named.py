@@ -1,7 +1,5 @@
 """Kernels are pickled and copied as functions are: by the name that a module has them under."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pickle

@@ -1,7 +1,5 @@
 """A dict that forgets what was used longest ago."""
 
-from __future__ import annotations
-
 from spmd._python.recent import Recent
 
 

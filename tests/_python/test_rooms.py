@@ -1,7 +1,5 @@
 """The doors of the package: what an import loads, what `dir` shows, and what a wrong name is told."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import json

@@ -1,8 +1,6 @@
 """Lines of notebook cells, whose files have hashes for names: IPython's own bookkeeping, played by hand. And a notebook
 that runs."""
 
-from __future__ import annotations
-
 import linecache
 import re
 import sys

@@ -1,7 +1,5 @@
 """Tables as text, in colours and as HTML: what is aligned, left out, wrapped, and put below."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest

@@ -1,7 +1,5 @@
 """Quantities for people: each unit, and the places where one unit follows the other."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd._text.units import bytes_text, seconds_text, si_text

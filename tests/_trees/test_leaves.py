@@ -1,7 +1,5 @@
 """Arrays of strings, objects, dates, records and long floats, and integers beyond int32: each call says so itself."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spmd._trees.matching import layouts, match_prefix
+from spmd import layouts
+from spmd._trees.matching import match_prefix
 from spmd.errors import LayoutError
 from spmd.language import Layout
 

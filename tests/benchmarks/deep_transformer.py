@@ -22,8 +22,6 @@ than 1.3 times the program by hand that JAX checks, or 1.5 times the other one, 
 30 % of the trace.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import gc

@@ -27,8 +27,6 @@ more than a shard (XLA gives the pieces of an exchange a buffer of their own or 
 forward is less than 6 times faster than `jnp.fft.fftn` though the parts alone are more.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import importlib.util

@@ -8,8 +8,6 @@ sends, the temporary memory of the compiled programs, and times (minimum and med
 the results differ, or where `spmd` sends more bytes or more collectives than XLA does.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -14,8 +14,6 @@ The graph shows which room imports from which, as text from the top floor down, 
 `--root` all of it is measured on another checkout, as before a change: `git worktree add ../before 99bb065`.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

@@ -9,8 +9,6 @@ temporary memory and kernels, the time to trace and lower, and the cost of a war
 collectives or bytes of the first three differ.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -14,8 +14,6 @@ attention, waves and spectra, and `--large` eleven in bfloat16, with the attenti
 By default the compiler is that for virtual CPUs. For `--target` see `spmd.topology_devices`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

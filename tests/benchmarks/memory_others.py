@@ -1,7 +1,5 @@
 """Programs for `memory.py --others`: what is not a transformer's loss and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -19,8 +19,6 @@ finds by three numbers each: this is slow on CPUs, and the figures say nothing a
 missing, and exits with 0. It was run with jax 0.10; JaxPM was not tried with jax 0.12.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import importlib.util

@@ -3,8 +3,6 @@
 All ratios are of medians of runs that take turns, in one process group. It prints a line for each figure.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 import tempfile

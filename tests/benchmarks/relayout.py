@@ -10,8 +10,6 @@ read from the compiled programs, with the lower bound, temporary memory and coll
 a random sample are then timed in turns. Exits with 1 where a pair sends more than XLA, or other than its plan says.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

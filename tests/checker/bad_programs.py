@@ -1,7 +1,5 @@
 """Programs that are wrong though each call is right: what leaves a kernel is not what its pattern says."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,29 +20,19 @@ def gathered_copy_leaves_fixed(mesh, fix):
     np.testing.assert_array_equal(spmd.kernel("x/dp -> x", mesh=mesh)(lambda x: fix(x=x))(V), V)
 
 
-@bad
-def block_leaves_as_whole(mesh):
-    body("x/dp -> x", lambda x: x, mesh, V)
-
-
-@fixed
-def block_leaves_as_whole_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("x/dp -> x", lambda x: fix(x=x), mesh, V), V)
-
-
-@bad
-def partial_sum_leaves(mesh):
-    body("b/dp d -> d", lambda x: x.sum(0), mesh)
-
-
-@fixed
-def partial_sum_leaves_fixed(mesh, fix):
-    np.testing.assert_allclose(body("b/dp d -> d", lambda x: fix(result=x.sum(0)), mesh), X.sum(0))
-
-
-@bad
-def marked_partial_sum_leaves(mesh):
-    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}"), mesh)
+bad(
+    block_leaves_as_whole=(
+        lambda mesh: body("x/dp -> x", lambda x: x, mesh, V),
+        lambda mesh, fix: np.testing.assert_array_equal(body("x/dp -> x", lambda x: fix(x=x), mesh, V), V),
+    ),
+    partial_sum_leaves=(
+        lambda mesh: body("b/dp d -> d", lambda x: x.sum(0), mesh),
+        lambda mesh, fix: np.testing.assert_allclose(
+            body("b/dp d -> d", lambda x: fix(result=x.sum(0)), mesh), X.sum(0)
+        ),
+    ),
+    marked_partial_sum_leaves=lambda mesh: body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}"), mesh),
+)
 
 
 @fixed
@@ -53,39 +41,21 @@ def marked_partial_sum_leaves_fixed(mesh, fix):
     np.testing.assert_allclose(out, X.sum(0))
 
 
-@bad
-def arange_of_local_length(mesh):
-    body("b/dp d -> b/dp", lambda x: jnp.arange(x.shape[0]), mesh)
-
-
-@fixed
-def arange_of_local_length_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b/dp", lambda x: fix(), mesh), np.arange(8))
-
-
-@bad
-def copy_claimed_divided(mesh):
-    body("d -> d/dp", lambda x: x[:4], mesh, V)
-
-
-@fixed
-def copy_claimed_divided_fixed(mesh):
-    np.testing.assert_array_equal(body("d -> d/dp", lambda x: split(x, "d -> d/dp"), mesh, V), V)
-
-
-@bad
-def local_mean_leaves(mesh):
-    body("b/dp d -> scalar", jnp.mean, mesh)
-
-
-@fixed
-def local_mean_leaves_fixed(mesh, fix):
-    np.testing.assert_allclose(body("b/dp d -> scalar", lambda x: fix(a=x), mesh), X.mean())
-
-
-@bad
-def local_sum_over_a_number_leaves(mesh):
-    body("b/dp d -> d", lambda x: x.sum(0) / 4, mesh)
+bad(
+    arange_of_local_length=(
+        lambda mesh: body("b/dp d -> b/dp", lambda x: jnp.arange(x.shape[0]), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp d -> b/dp", lambda x: fix(), mesh), np.arange(8)),
+    ),
+    copy_claimed_divided=(
+        lambda mesh: body("d -> d/dp", lambda x: x[:4], mesh, V),
+        lambda mesh: np.testing.assert_array_equal(body("d -> d/dp", lambda x: split(x, "d -> d/dp"), mesh, V), V),
+    ),
+    local_mean_leaves=(
+        lambda mesh: body("b/dp d -> scalar", jnp.mean, mesh),
+        lambda mesh, fix: np.testing.assert_allclose(body("b/dp d -> scalar", lambda x: fix(a=x), mesh), X.mean()),
+    ),
+    local_sum_over_a_number_leaves=lambda mesh: body("b/dp d -> d", lambda x: x.sum(0) / 4, mesh),
+)
 
 
 @bad
@@ -98,9 +68,11 @@ def local_maximum_leaves_fixed(mesh, fix):
     np.testing.assert_array_equal(body("b/dp d -> d", lambda x: fix(x=x), mesh), X.max(0))
 
 
-@bad
-def product_over_a_divided_dimension_leaves(mesh):
-    body("b/tp d, b/tp f -> d f", lambda x, y: x.T @ y, mesh, X, X)
+bad(
+    product_over_a_divided_dimension_leaves=lambda mesh: body(
+        "b/tp d, b/tp f -> d f", lambda x, y: x.T @ y, mesh, X, X
+    ),
+)
 
 
 @fixed
@@ -165,10 +137,10 @@ def noise_of_a_local_shape(mesh):
     body("b/dp d -> b/dp d", noise, mesh)
 
 
-@bad
-def negative_mean_leaves(mesh):
-    """What was done to the mean is not in a line that makes the mean of the argument."""
-    body("b/dp d -> scalar", lambda x: -jnp.mean(x), mesh)
+bad(
+    # What was done to the mean is not in a line that makes the mean of the argument.
+    negative_mean_leaves=lambda mesh: body("b/dp d -> scalar", lambda x: -jnp.mean(x), mesh),
+)
 
 
 @bad
@@ -198,14 +170,14 @@ def copy_made_by_relayout_leaves_fixed(mesh, fix):
     np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", lambda x: fix(x=x), mesh), X)
 
 
-@bad
-def block_leaves_without_its_axis(mesh):
-    body("b/dp d -> b d", lambda x: 2 * x, mesh)
-
-
-@fixed
-def block_leaves_without_its_axis_fixed(mesh):
-    np.testing.assert_allclose(body("b/dp d -> b d", lambda x: all_gather(2 * x, "b/dp d -> b d"), mesh), 2 * X)
+bad(
+    block_leaves_without_its_axis=(
+        lambda mesh: body("b/dp d -> b d", lambda x: 2 * x, mesh),
+        lambda mesh: np.testing.assert_allclose(
+            body("b/dp d -> b d", lambda x: all_gather(2 * x, "b/dp d -> b d"), mesh), 2 * X
+        ),
+    ),
+)
 
 
 @bad
@@ -252,9 +224,9 @@ def variance_of_what_was_made(mesh):
     body("b/dp d/tp -> b/dp", lambda x: (x + 1).var(-1), mesh)
 
 
-@bad
-def norm_of_blocks(mesh):
-    body("b/dp d/tp -> scalar", jnp.linalg.norm, mesh)
+bad(
+    norm_of_blocks=lambda mesh: body("b/dp d/tp -> scalar", jnp.linalg.norm, mesh),
+)
 
 
 @fixed
@@ -298,9 +270,9 @@ def root_of_the_sum_of_squares_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.sqrt((X**2).sum(1)), rtol=1e-6)
 
 
-@bad
-def softmax_of_blocks(mesh):
-    body("b/dp d/tp -> b/dp d/tp", jax.nn.softmax, mesh)
+bad(
+    softmax_of_blocks=lambda mesh: body("b/dp d/tp -> b/dp d/tp", jax.nn.softmax, mesh),
+)
 
 
 @fixed
@@ -309,9 +281,9 @@ def softmax_of_blocks_fixed(mesh):
     np.testing.assert_allclose(out, jax.nn.softmax(X), rtol=1e-6)
 
 
-@bad
-def log_softmax_of_blocks(mesh):
-    body("b/dp d/tp -> b/dp d/tp", jax.nn.log_softmax, mesh)
+bad(
+    log_softmax_of_blocks=lambda mesh: body("b/dp d/tp -> b/dp d/tp", jax.nn.log_softmax, mesh),
+)
 
 
 @fixed
@@ -407,10 +379,10 @@ def one_hot_of_blocks_fixed(mesh):
     np.testing.assert_array_equal(found, np.take_along_axis(scores, y[:, None], 1)[:, 0])
 
 
-@bad
-def product_divided_by_the_rows_of_a_block(mesh):
-    """`x.shape` is that of the shard: a psum of this would be as many times too large as there are devices."""
-    body("b/dp d -> d e", lambda x: x.T @ x / x.shape[0], mesh)
+bad(
+    # `x.shape` is that of the shard: a psum of this would be as many times too large as there are devices.
+    product_divided_by_the_rows_of_a_block=lambda mesh: body("b/dp d -> d e", lambda x: x.T @ x / x.shape[0], mesh),
+)
 
 
 @fixed

@@ -9,8 +9,6 @@ depend on the same elements: linear algebra on all of the last two dimensions, r
 depend on more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any

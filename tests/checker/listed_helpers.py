@@ -1,7 +1,5 @@
 """What `listed_programs.py` calls from another file."""
 
-from __future__ import annotations
-
 from jax import lax
 
 import spmd

@@ -3,8 +3,6 @@
 `@listed(shapes)` is around what `spmd.check` is asked about.
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

@@ -1,7 +1,5 @@
 """The wrong programs and their messages, as messages.txt has them; SPMD_UPDATE_GOLDEN=1 writes it anew."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 

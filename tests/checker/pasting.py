@@ -1,7 +1,5 @@
 """Paste the fixes of a message into the wrong body, again and again until nothing is said: what a user would do."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Callable, Sequence

@@ -218,6 +218,41 @@ def complete(lies: Lies) -> bool:
     return not lies.partial
 
 
+def anything(_: Any) -> bool:
+    return True
+
+
+def of_value(wanted: Callable[[Lies], bool]) -> Callable[[Callable[[Body, Value], Made]], Move]:
+    """Make a move of `move(b, v)`, where `v` is a value that lies as wanted."""
+
+    def decorate(move: Callable[[Body, Value], Made]) -> Move:
+        @functools.wraps(move)
+        def drawn(b: Body) -> Made:
+            v = b.value(wanted)
+            return v and move(b, v)
+
+        return drawn
+
+    return decorate
+
+
+def of_dim(
+    wanted: Callable[[Dim], bool], of: Callable[[Lies], bool] = anything
+) -> Callable[[Callable[[Body, Value, int], Made]], Move]:
+    """Make a move of `move(b, v, d)`, where `d` is a dimension as wanted of a value that lies so."""
+
+    def decorate(move: Callable[[Body, Value, int], Made]) -> Move:
+        @functools.wraps(move)
+        def drawn(b: Body) -> Made:
+            v = b.value(of)
+            d = v and b.dim(v.lies, wanted)
+            return None if not v or d is None else move(b, v, d)
+
+        return drawn
+
+    return decorate
+
+
 def of_own_size(move: Move) -> Move:
     """A move whose equations ask for the sizes of the mesh, so that on one device they give something else."""
 
@@ -272,10 +307,8 @@ def scaled(b: Body) -> Made:
     return None if wide is None else (b.some([lax.mul, lambda x, y: x / (2.5 + lax.sin(y))])(v.x, wide), v.lies)
 
 
-def selected(b: Body) -> Made:
-    v = b.value()
-    if not v:
-        return None
+@of_value(anything)
+def selected(b: Body, v: Value) -> Made:
     same = [u for u in b.pool if u.lies == v.lies]
     plain = [u for u in b.pool if u.lies.dims == v.lies.dims and not u.lies.partial]
     u, mask = b.some(same), b.some(plain)
@@ -294,12 +327,9 @@ def mask_of(b: Body, lies: Lies) -> Any:
     return lax.broadcast_in_dim(at, shape, (d,))
 
 
-def placed(b: Body) -> Made:
+@of_dim(anything, of=complete)
+def placed(b: Body, v: Value, d: int) -> Made:
     """Positions in the whole, added."""
-    v = b.value(complete)
-    d = v and b.dim(v.lies)
-    if d is None:
-        return None
     at = 0.1 * b.positions(v.lies.dims[d]).astype(jnp.float32)
     return v.x + lax.broadcast_in_dim(at, v.x.shape, (d,)), v.lies
 
@@ -307,28 +337,22 @@ def placed(b: Body) -> Made:
 # --- right moves: shapes ----------------------------------------------------------------------------------------
 
 
-def transposed(b: Body) -> Made:
-    v = b.value(lambda lies: len(lies.dims) > 1)
-    if not v:
-        return None
+@of_value(lambda lies: len(lies.dims) > 1)
+def transposed(b: Body, v: Value) -> Made:
     order = [int(d) for d in b.rng.permutation(len(v.lies.dims))]
     return v.x.transpose(order), Lies(tuple(v.lies.dims[d] for d in order), v.lies.partial)
 
 
-def merged(b: Body) -> Made:
-    v = b.value(lambda lies: len(lies.dims) > 1)
-    if not v:
-        return None
+@of_value(lambda lies: len(lies.dims) > 1)
+def merged(b: Body, v: Value) -> Made:
     d = b.rng.below(len(v.lies.dims) - 1)
     shape = (*v.x.shape[:d], v.x.shape[d] * v.x.shape[d + 1], *v.x.shape[d + 2 :])
     dims = (*v.lies.dims[:d], (*v.lies.dims[d], *v.lies.dims[d + 1]), *v.lies.dims[d + 2 :])
     return v.x.reshape(shape), Lies(dims, v.lies.partial)
 
 
-def unmerged(b: Body) -> Made:
-    v = b.value(lambda lies: any(len(dim) > 1 for dim in lies.dims))
-    if not v:
-        return None
+@of_value(lambda lies: any(len(dim) > 1 for dim in lies.dims))
+def unmerged(b: Body, v: Value) -> Made:
     d = b.some([d for d, dim in enumerate(v.lies.dims) if len(dim) > 1])
     factors = v.lies.dims[d]
     here = [n // b.count(axes) for n, axes in factors]
@@ -336,12 +360,9 @@ def unmerged(b: Body) -> Made:
     return v.x.reshape(shape), v.lies.put(d, *((factor,) for factor in factors))
 
 
-def cut_in_two(b: Body) -> Made:
+@of_dim(lambda dim: size_of(dim) > 1)
+def cut_in_two(b: Body, v: Value, d: int) -> Made:
     """One dimension as two; the axes stay with the first."""
-    v = b.value()
-    d = v and b.dim(v.lies, lambda dim: size_of(dim) > 1)
-    if d is None:
-        return None
     [(n, axes)] = v.lies.dims[d]
     first = b.some([k for k in range(2, n) if n % k == 0 and k % b.parts(axes) == 0])
     if not first:
@@ -350,22 +371,18 @@ def cut_in_two(b: Body) -> Made:
     return v.x.reshape(*v.x.shape[:d], *here, *v.x.shape[d + 1 :]), v.lies.put(d, ((first, axes),), whole(n // first))
 
 
-def widened(b: Body) -> Made:
+@of_value(lambda lies: len(lies.dims) < 4)
+def widened(b: Body, v: Value) -> Made:
     """A new dimension, constant."""
-    v = b.value(lambda lies: len(lies.dims) < 4)
-    if not v:
-        return None
     d, n = b.rng.below(len(v.lies.dims) + 1), b.some([1, 2, 3])
     dims = (*v.lies.dims[:d], whole(n), *v.lies.dims[d:])
     lies = Lies(dims, v.lies.partial)
     return None if lies.size > LARGEST else (jnp.repeat(jnp.expand_dims(v.x, d), n, d), lies)
 
 
-def narrowed(b: Body) -> Made:
+@of_value(lambda lies: any(dim == whole(1) for dim in lies.dims))
+def narrowed(b: Body, v: Value) -> Made:
     """A dimension of one element goes."""
-    v = b.value(lambda lies: any(dim == whole(1) for dim in lies.dims))
-    if not v:
-        return None
     d = b.some([d for d, dim in enumerate(v.lies.dims) if dim == whole(1)])
     return jnp.squeeze(v.x, d), v.lies.put(d)
 
@@ -385,20 +402,14 @@ def repeated(b: Body) -> Made:
     return b.some([tile, join, stack, pad, rows])(v.x), v.lies.put(d, whole(2 * n))
 
 
-def tiled_block(b: Body) -> Made:
+@of_dim(anything, of=lambda lies: lies.size <= LARGEST // 2)
+def tiled_block(b: Body, v: Value, d: int) -> Made:
     """Copies of a divided dimension one after another: nested factors."""
-    v = b.value(lambda lies: lies.size <= LARGEST // 2)
-    d = v and b.dim(v.lies)
-    if d is None:
-        return None
     return jnp.tile(v.x, [2 if i == d else 1 for i in range(v.x.ndim)]), v.lies.put(d, ((2, ()), *v.lies.dims[d]))
 
 
-def along(b: Body) -> Made:
-    v = b.value()
-    d = v and b.dim(v.lies, undivided)
-    if d is None:
-        return None
+@of_dim(undivided)
+def along(b: Body, v: Value, d: int) -> Made:
     return b.some(ALONG_LINEAR if v.lies.partial else ALONG_LINEAR + ALONG)(v.x, d), v.lies
 
 
@@ -429,10 +440,8 @@ def matrices(b: Body) -> Made:
 # --- right moves: sums and products -------------------------------------------------------------------------------
 
 
-def summed(b: Body) -> Made:
-    v = b.value(lambda lies: bool(lies.dims))
-    if not v:
-        return None
+@of_value(lambda lies: bool(lies.dims))
+def summed(b: Body, v: Value) -> Made:
     d = b.rng.below(len(v.lies.dims))
     dim = v.lies.dims[d]
     return lax.reduce_sum(v.x, (d,)) / size_of(dim), v.lies.put(d, partial=v.lies.partial | {*axes_of(dim)})
@@ -444,11 +453,9 @@ def reduced(b: Body) -> Made:
     return None if d is None else (b.some(REDUCERS)(v.x, d).astype(jnp.float32), v.lies.put(d))
 
 
-def extreme(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims))
+def extreme(b: Body, v: Value) -> Made:
     """The largest or smallest of a divided dimension, and whether any or all are positive."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims))
-    if not v:
-        return None
     d = b.rng.below(len(v.lies.dims))
     axes, flag = axes_of(v.lies.dims[d]), lambda x: x.astype(jnp.int32)
     found, finish = b.some(
@@ -601,12 +608,9 @@ def written(b: Body) -> Made:
     return b.some(options)(), v.lies
 
 
-def overwritten(b: Body) -> Made:
+@of_dim(divided)
+def overwritten(b: Body, v: Value, d: int) -> Made:
     """A block of zeros gets this device's block: terms of a sum that is the whole."""
-    v = b.value()
-    d = v and b.dim(v.lies, lambda dim: divided(dim))
-    if d is None:
-        return None
     [(n, axes)] = v.lies.dims[d]
     shape = (*v.x.shape[:d], v.x.shape[d] * b.count(axes[-1:]), *v.x.shape[d + 1 :])
     start = lax.axis_index(axes[-1]) * v.x.shape[d]
@@ -617,20 +621,15 @@ def overwritten(b: Body) -> Made:
 # --- right moves: collectives ---------------------------------------------------------------------------------------
 
 
-def completed(b: Body) -> Made:
-    v = b.value(lambda lies: bool(lies.partial))
-    if not v:
-        return None
+@of_value(lambda lies: bool(lies.partial))
+def completed(b: Body, v: Value) -> Made:
     axes = tuple(a for a in b.mesh if a in v.lies.partial)
     axes = axes if b.chance(2) else axes[:1]
     return lax.psum(v.x, axes), Lies(v.lies.dims, v.lies.partial - {*axes})
 
 
-def scattered(b: Body) -> Made:
-    v = b.value(lambda lies: bool(lies.partial))
-    d = v and b.dim(v.lies)
-    if d is None:
-        return None
+@of_dim(anything, of=lambda lies: bool(lies.partial))
+def scattered(b: Body, v: Value, d: int) -> Made:
     over = several(b, [a for a in b.mesh if a in v.lies.partial])
     [(n, axes)] = v.lies.dims[d]
     if not b.divisible(v.lies.dims[d], over):
@@ -644,11 +643,8 @@ def several(b: Body, axes: Sequence[str]) -> Axes:
     return tuple(axes) if b.chance(2) else (b.some(axes),)
 
 
-def gathered(b: Body) -> Made:
-    v = b.value()
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
+@of_dim(divided)
+def gathered(b: Body, v: Value, d: int) -> Made:
     [(n, axes)] = v.lies.dims[d]
     over = axes if b.chance(2) else axes[-1:]
     to = b.some(["varying", "invarying"])
@@ -675,24 +671,18 @@ def ring(b: Body, *axes: str, up: int = 1) -> list[tuple[int, int]]:
 
 
 @of_own_size
-def rolled(b: Body) -> Made:
+@of_dim(divided)
+def rolled(b: Body, v: Value, d: int) -> Made:
     """A roll by one: the last element of each block goes to the next device."""
-    v = b.value()
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
     axes, size = axes_of(v.lies.dims[d]), v.x.shape[d]
     last = lax.ppermute(lax.slice_in_dim(v.x, size - 1, size, axis=d), axes, ring(b, *axes))
     return jnp.concatenate([last, lax.slice_in_dim(v.x, 0, size - 1, axis=d)], d), v.lies
 
 
 @of_own_size
-def with_neighbours(b: Body) -> Made:
+@of_dim(divided)
+def with_neighbours(b: Body, v: Value, d: int) -> Made:
     """Each element and those around it: both neighbours send the edges of their blocks."""
-    v = b.value()
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
     axes, size = axes_of(v.lies.dims[d]), v.x.shape[d]
     most = size_of(v.lies.dims[d]) // b.parts(axes)  # the same margins on all meshes
     low, high = (min(most, 1 + b.rng.below(3)) for _ in range(2))
@@ -712,11 +702,9 @@ def passed_around(b: Body) -> Made:
     return lax.ppermute(v.x, axes, ring(b, *axes)), v.lies
 
 
-def ring_sum(b: Body) -> Made:
+@of_value(lambda lies: bool(lies.partial))
+def ring_sum(b: Body, v: Value) -> Made:
     """A sum by as many steps of a ring as there are other devices."""
-    v = b.value(lambda lies: bool(lies.partial))
-    if not v:
-        return None
     axis = b.some([a for a in b.mesh if a in v.lies.partial])
 
     def once(carry: Any, _: Any) -> Any:
@@ -729,22 +717,18 @@ def ring_sum(b: Body) -> Made:
 
 
 @of_own_size
-def listed(b: Body) -> Made:
+@of_value(lambda lies: bool(lies.partial))
+def listed(b: Body, v: Value) -> Made:
     """Terms of a sum, gathered along a dimension of their own, and added there."""
-    v = b.value(lambda lies: bool(lies.partial))
-    if not v:
-        return None
     axis = b.some([a for a in b.mesh if a in v.lies.partial])
     out = lax.all_gather(v.x, axis, axis=0)
     return out.sum(0), Lies(v.lies.dims, v.lies.partial - {axis})
 
 
 @of_own_size
-def averaged(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims))
+def averaged(b: Body, v: Value) -> Made:
     """A mean of the means of the blocks, by `pmean`."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims))
-    if not v:
-        return None
     d = b.rng.below(len(v.lies.dims))
     axes = axes_of(v.lies.dims[d])
     mean = v.x.mean(d)
@@ -754,11 +738,9 @@ def averaged(b: Body) -> Made:
 # --- right moves: control flow and derivatives ------------------------------------------------------------------
 
 
-def mapped(b: Body) -> Made:
+@of_value(lambda lies: bool(lies.dims))
+def mapped(b: Body, v: Value) -> Made:
     """Row after row, and maybe within a row element after element: each by itself."""
-    v = b.value(lambda lies: bool(lies.dims))
-    if not v:
-        return None
     fn = b.some(LINEAR if v.lies.partial else CURVED)
     by_row = [lambda x: lax.map(fn, x), jax.vmap(fn), lambda x: lax.scan(lambda c, row: (c, fn(row)), 0, x)[1]]
     twice = lambda x: lax.map(lambda row: lax.map(fn, row), x)
@@ -766,31 +748,25 @@ def mapped(b: Body) -> Made:
     return b.some(by_row + ([twice, again] if len(v.lies.dims) > 1 else []))(v.x), v.lies
 
 
-def carried(b: Body) -> Made:
+@of_value(lambda lies: bool(lies.dims) and complete(lies))
+def carried(b: Body, v: Value) -> Made:
     """A sum over rows, row by row, completed at once."""
-    v = b.value(lambda lies: bool(lies.dims) and complete(lies))
-    if not v:
-        return None
     zero, axes = b.varying(jnp.zeros(v.x.shape[1:], jnp.float32)), axes_of(v.lies.dims[0])
     total = lax.scan(lambda c, row: (c + row, None), zero, v.x)[0] / size_of(v.lies.dims[0])
     return (lax.psum(total, axes) if axes else total), v.lies.put(0)
 
 
-def recurrent(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims) and lies.dims[0] == whole(size_of(lies.dims[0])))
+def recurrent(b: Body, v: Value) -> Made:
     """A recurrence along a dimension that is not divided."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims) and lies.dims[0] == whole(size_of(lies.dims[0])))
-    if not v:
-        return None
     step = lambda c, row: (c + 0.1 * lax.sin(c) + row, c - row)  # numbers that fade away would be ties
     start = b.varying(jnp.zeros(v.x.shape[1:], jnp.float32))
     return lax.scan(step, start, v.x, reverse=b.chance(2))[1], v.lies
 
 
-def looped(b: Body) -> Made:
+@of_value(anything)
+def looped(b: Body, v: Value) -> Made:
     """A `while` of a few rounds, or of as many as an equal value says."""
-    v = b.value()
-    if not v:
-        return None
     fn = function_of(b, v)
     if b.chance(2) or not complete(v.lies):
         return lax.fori_loop(0, 2, lambda _, c: fn(c), v.x), v.lies
@@ -809,21 +785,17 @@ def function_of(b: Body, v: Value) -> Any:
     return b.some(ones)
 
 
-def settled(b: Body) -> Made:
+@of_value(complete)
+def settled(b: Body, v: Value) -> Made:
     """A `while` until a weight of the whole is small, which a collective in its test says."""
-    v = b.value(complete)
-    if not v:
-        return None
     test = lambda c: b.equal(Value(c[0] * lax.abs(c[1]), v.lies)) > 0.3
     once = lambda c: (c[0] * 0.5, c[1] + 0.3 * lax.sin(c[1]))  # those that come together would be ties
     return lax.while_loop(test, once, (b.varying(jnp.ones(())), lax.sin(v.x)))[1], v.lies
 
 
-def until_each_is_large(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims))
+def until_each_is_large(b: Body, v: Value) -> Made:
     """After `vmap` each row of a `while` goes on for as long as it needs."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims))
-    if not v:
-        return None
     grow = lambda x: lax.while_loop(lambda c: c < 2.0, lambda c: c * 1.5 + 0.1, x)
     fn = grow
     for _ in v.lies.dims:
@@ -845,11 +817,9 @@ def decided(b: Body) -> Made:
     return lax.cond(total > 0.1, one, two, v.x), v.lies
 
 
-def chosen_here(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims) and len(lies.dims[0]) == 1)
+def chosen_here(b: Body, v: Value) -> Made:
     """A branch that each device of a divided dimension chooses for itself, row by row by hand."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims) and len(lies.dims[0]) == 1)
-    if not v:
-        return None
     one, two = b.some(LINEAR), b.some(CURVED)
     return lax.map(lambda row: lax.cond(row.sum() > 0.1, one, two, row) if row.ndim == 0 else two(row), v.x), v.lies
 
@@ -877,11 +847,9 @@ CALLS: list[Callable[[Any], Any]] = [
 ]
 
 
-def wrapped(b: Body) -> Made:
+@of_value(anything)
+def wrapped(b: Body, v: Value) -> Made:
     """Calls: remat, `jit`, rules of one's own, a solver."""
-    v = b.value()
-    if not v:
-        return None
     return b.some(CALLS)(function_of(b, v))(v.x), v.lies
 
 
@@ -913,11 +881,9 @@ ROUTES: list[Callable[[Any], Any]] = [
 ]
 
 
-def derivative(b: Body) -> Made:
+@of_value(complete)
+def derivative(b: Body, v: Value) -> Made:
     """Of a function of single elements, summed over all of them."""
-    v = b.value(complete)
-    if not v:
-        return None
     axes, fn = tuple(a for a in b.mesh if a in v.lies.held), b.some(ROUTES)(b.some(SMOOTH))
     if b.chance(2) and axes:
         return jax.grad(lambda x: lax.psum(fn(x).sum(), axes))(v.x), v.lies
@@ -937,12 +903,9 @@ def pulled_back(b: Body) -> Made:
     return jax.vjp(route(fn), v.x)[1](u.x)[0], u.lies
 
 
-def pulled_through_a_collective(b: Body) -> Made:
+@of_dim(divided, of=lambda lies: complete(lies) and any(map(divided, lies.dims)))
+def pulled_through_a_collective(b: Body, v: Value, d: int) -> Made:
     """The derivative of a collective: another one, which goes back."""
-    v = b.value(lambda lies: complete(lies) and any(map(divided, lies.dims)))
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
     axis, fn, size = axes_of(v.lies.dims[d])[-1], b.some(SMOOTH), v.x.shape[d]
     gather = lambda x, to: lax.all_gather(x, axis, axis=d, tiled=True, to=to)
     away = lambda x: lax.ppermute(x, axis, ring(b, axis))
@@ -964,11 +927,9 @@ def pulled_through_a_collective(b: Body) -> Made:
     return b.some(options)(v.x), v.lies
 
 
-def pulled_through_a_sum(b: Body) -> Made:
+@of_value(lambda lies: bool(lies.partial))
+def pulled_through_a_sum(b: Body, v: Value) -> Made:
     """The derivative with respect to a term of a sum, which all terms share."""
-    v = b.value(lambda lies: bool(lies.partial))
-    if not v:
-        return None
     axis, fn = b.some([a for a in b.mesh if a in v.lies.partial]), b.some(SMOOTH)
     lies = Lies(v.lies.dims, v.lies.partial - {axis})
     d = b.dim(v.lies, lambda dim: b.divisible(dim, (axis,)))
@@ -994,11 +955,9 @@ def gradient_of_a_product(b: Body) -> Made:
     return out / size_of(u.lies.dims[0]), lies
 
 
-def noisy(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and all(map(undivided, lies.dims)))
+def noisy(b: Body, v: Value) -> Made:
     """Noise where no axis divides: it is the same everywhere."""
-    v = b.value(lambda lies: complete(lies) and all(map(undivided, lies.dims)))
-    if not v:
-        return None
     return v.x + noise(b, v.x.shape), v.lies
 
 
@@ -1018,11 +977,9 @@ NOISE: list[Callable[..., Any]] = [
 # --- right moves: our own verbs -----------------------------------------------------------------------------------
 
 
-def verb(b: Body) -> Made:
+@of_value(lambda lies: bool(lies.dims) and all(len(dim) == 1 for dim in lies.dims))
+def verb(b: Body, v: Value) -> Made:
     """Changes of layout by strings."""
-    v = b.value(lambda lies: bool(lies.dims) and all(len(dim) == 1 for dim in lies.dims))
-    if not v:
-        return None
     options: list[tuple[Callable[..., Any], Lies]] = []
     for d, [(n, axes)] in enumerate(v.lies.dims):
         if axes:
@@ -1064,11 +1021,9 @@ def moved(b: Body, lies: Lies) -> Lies:
     return Lies(tuple(dims))
 
 
-def along_by_strings(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims) and all(len(dim) == 1 for dim in lies.dims))
+def along_by_strings(b: Body, v: Value) -> Made:
     """Operations along a dimension that may be divided."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims) and all(len(dim) == 1 for dim in lies.dims))
-    if not v:
-        return None
     d = b.rng.below(len(v.lies.dims))
     words = str(v.lies).split()
     text = " ".join(f"[{word}]" if i == d else word for i, word in enumerate(words))
@@ -1133,11 +1088,9 @@ def of_another_kind(b: Body) -> Made:
     return (lax.real(x) + 2.0 * lax.imag(x) if jnp.iscomplexobj(x) else x.astype(jnp.float32)), lies
 
 
-def summed_as_whole_numbers(b: Body) -> Made:
+@of_value(lambda lies: complete(lies) and bool(lies.dims))
+def summed_as_whole_numbers(b: Body, v: Value) -> Made:
     """Counts, which are completed at once or later."""
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims))
-    if not v:
-        return None
     d = b.rng.below(len(v.lies.dims))
     axes, count = axes_of(v.lies.dims[d]), lax.reduce_sum((v.x > 0.1).astype(jnp.int32), (d,))
     if b.chance(2) and axes:
@@ -1234,12 +1187,9 @@ def reduced_a_piece(b: Body) -> Made:
 
 
 @of_own_size
-def reduced_by_another(b: Body) -> Made:
+@of_dim(divided, of=complete)
+def reduced_by_another(b: Body, v: Value, d: int) -> Made:
     """A maximum of a piece, and then not the reduction that completes it."""
-    v = b.value(complete)
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
     finish = b.some([lax.psum, lax.pmean, lax.pmin, lax.pmax])
     return finish(b.some(REDUCERS)(v.x, d).astype(jnp.float32), axes_of(v.lies.dims[d])), v.lies.put(d)
 
@@ -1269,11 +1219,8 @@ def never_completed(b: Body) -> Made:
     return v and (v.x * 1.0, Lies(v.lies.dims))
 
 
-def gathered_in_another_order(b: Body) -> Made:
-    v = b.value()
-    d = v and b.dim(v.lies, lambda dim: len(axes_of(dim)) > 1)
-    if d is None:
-        return None
+@of_dim(lambda dim: len(axes_of(dim)) > 1)
+def gathered_in_another_order(b: Body, v: Value, d: int) -> Made:
     [(n, axes)] = v.lies.dims[d]
     if b.chance(2):
         return lax.all_gather(v.x, axes[::-1], axis=d, tiled=True), v.lies.put(d, whole(n))
@@ -1285,12 +1232,9 @@ def scattered_copies(b: Body) -> Made:
     return cut and (lax.psum_scatter(cut.v.x, cut.axis, scatter_dimension=cut.d, tiled=True), cut.lies)
 
 
-def exchanged_partial_sums(b: Body) -> Made:
+@of_dim(anything, of=lambda lies: bool(lies.partial))
+def exchanged_partial_sums(b: Body, v: Value, d: int) -> Made:
     """An `all_to_all` in place of a `psum_scatter`."""
-    v = b.value(lambda lies: bool(lies.partial))
-    d = v and b.dim(v.lies)
-    if d is None:
-        return None
     axis = b.some(sorted(v.lies.partial))
     [(n, axes)] = v.lies.dims[d]
     if n % b.parts((*axes, axis)):
@@ -1334,11 +1278,8 @@ def merged_blocks(b: Body) -> Made:
 
 
 @of_own_size
-def local_positions(b: Body) -> Made:
-    v = b.value(complete)
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
+@of_dim(divided, of=complete)
+def local_positions(b: Body, v: Value, d: int) -> Made:
     at = 0.1 * jnp.arange(v.x.shape[d], dtype=jnp.float32)
     return v.x + lax.broadcast_in_dim(at, v.x.shape, (d,)), v.lies
 
@@ -1356,21 +1297,16 @@ def moved_blocks(b: Body) -> Made:
 
 
 @of_own_size
-def edge_of_the_wrong_side(b: Body) -> Made:
-    v = b.value()
-    d = v and b.dim(v.lies, divided)
-    if d is None:
-        return None
+@of_dim(divided)
+def edge_of_the_wrong_side(b: Body, v: Value, d: int) -> Made:
     axes, size = axes_of(v.lies.dims[d]), v.x.shape[d]
     edge = lax.slice_in_dim(v.x, size - 1, size, axis=d) if b.chance(2) else lax.slice_in_dim(v.x, 0, 1, axis=d)
     edge = lax.ppermute(edge, axes, ring(b, *axes, up=b.some([1, -1])))
     return jnp.concatenate([edge, lax.slice_in_dim(v.x, 0, size - 1, axis=d)], d), v.lies
 
 
-def recurrent_over_pieces(b: Body) -> Made:
-    v = b.value(lambda lies: complete(lies) and bool(lies.dims) and divided(lies.dims[0]))
-    if not v:
-        return None
+@of_value(lambda lies: complete(lies) and bool(lies.dims) and divided(lies.dims[0]))
+def recurrent_over_pieces(b: Body, v: Value) -> Made:
     start = b.varying(jnp.zeros(v.x.shape[1:], jnp.float32))
     carry, rows = lax.scan(lambda c, row: (jnp.tanh(c) * 0.5 + row, c - row), start, v.x)
     return (rows, v.lies) if b.chance(2) else (carry, v.lies.put(0))

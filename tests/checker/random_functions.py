@@ -3,8 +3,6 @@
 All take floats and give floats, of moderate size and with no tie that a sum in another order would decide otherwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ and compared with plain JAX on whole arrays. Where they differ, the first call o
 agree, the first call must not refuse the body, and `spmd.check` must not call it wrong.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -40,21 +40,6 @@ def kernel(pattern: str, fn: Callable[..., Any], mesh: Any = DP) -> Any:
 # --- halos by hand -----------------------------------------------------------------------------------------------
 
 
-def previous(by: int) -> Any:
-    def body(x: Any) -> Any:
-        return jnp.concatenate([shifted(x[-1:], by), x[:-1]])
-
-    return kernel("a/dp b -> a/dp b", body)
-
-
-def difference(after: Callable[[Any], Any]) -> Any:
-    def body(x: Any) -> Any:
-        wide = jnp.concatenate([shifted(x[-1:], 1), x, after(x)])
-        return wide[2:] - wide[:-2]
-
-    return kernel("a/dp b -> a/dp b", body)
-
-
 def in_a_loop(by: int) -> Any:
     def step(_: Any, x: Any) -> Any:
         return x - 0.1 * jnp.concatenate([shifted(x[-1:], by), x[:-1]])
@@ -75,20 +60,6 @@ def smoothed(width: int) -> Any:
 
 
 # --- rings -------------------------------------------------------------------------------------------------------
-
-
-def ring_product(sign: int) -> Any:
-    """The product with a whole matrix of which one block of columns is here at a time."""
-
-    def body(x: Any, w: Any) -> Any:
-        n, here = lax.axis_size("dp"), lax.axis_index("dp")
-        out = lax.pcast(jnp.zeros((x.shape[0], n * w.shape[1])), ("dp",), to="varying")
-        for hop in range(n):
-            out = lax.dynamic_update_slice(out, x @ w, (0, (here + sign * hop) % n * w.shape[1]))
-            w = shifted(w, 1)
-        return out
-
-    return kernel("b/dp d, d f/dp -> b/dp f", body)
 
 
 def ring_attention(rescaled: bool) -> Any:
@@ -112,16 +83,6 @@ def ring_attention(rescaled: bool) -> Any:
 
 
 # --- numbers that are a device's own -----------------------------------------------------------------------------
-
-
-def contrastive(offset: bool) -> Any:
-    def body(a: Any, t: Any) -> Any:
-        logits = a @ spmd.all_gather(t, "b/dp d -> b d").T
-        labels = jnp.arange(a.shape[0]) + (lax.axis_index("dp") * a.shape[0] if offset else 0)
-        own = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[:, None], 1)
-        return spmd.psum(own.sum(), "{U:dp} -> scalar")
-
-    return kernel("b/dp d, b/dp d -> scalar", body)
 
 
 def counted(size: Callable[[Any], Any]) -> Any:
@@ -205,13 +166,9 @@ def decayed(every: bool) -> Any:
 
 SQUARE = (struct(8, 4),)
 PAIRS: dict[str, Pair] = {
-    "edge of the wrong neighbour": Pair(previous(1), previous(-1), SQUARE),
-    "own edge": Pair(difference(lambda x: shifted(x[:1], -1)), difference(lambda x: x[:1]), SQUARE),
     "wrong edge in a loop": Pair(in_a_loop(1), in_a_loop(-1), SQUARE),
     "halo of one for a stencil of two": Pair(smoothed(2), smoothed(1), (struct(16),)),
-    "another block of a ring": Pair(ring_product(-1), ring_product(1), (struct(8, 4), struct(4, 12))),
     "sums of a ring not rescaled": Pair(ring_attention(True), ring_attention(False), (struct(8, 4),) * 3),
-    "labels without an offset": Pair(contrastive(True), contrastive(False), (struct(8, 4),) * 2),
     "a number from .shape": Pair(counted(lambda x: spmd.size("b")), counted(lambda x: x.shape[0]), (struct(8),)),
     "a mean behind a loop": Pair(
         behind_a_loop(lambda y: lax.pmean(y.mean(), "dp")), behind_a_loop(lambda y: lax.psum(y.mean(), "dp")), SQUARE

@@ -1,7 +1,5 @@
 """Wrong programs, one per way to be wrong. Their messages are in test_messages.py."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax

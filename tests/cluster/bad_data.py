@@ -1,7 +1,5 @@
 """Batches and checkpoints that cannot be."""
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 from unittest import mock
@@ -12,36 +10,19 @@ import jax.numpy as jnp
 import spmd
 from tests.errors.registry import X, bad, fixed
 
-
-@bad
-def batches_that_do_not_divide(mesh):
-    spmd.cluster.batches(X, "b/dp d", batch=3, mesh=mesh)
-
-
-@bad
-def batches_of_samples_of_different_shapes(mesh):
-    next(spmd.cluster.batches([X[0], X[1][:2]], "b/dp d", batch=2, shuffle=False, mesh=mesh))
-
-
-@bad
-def batches_of_batches(mesh):
-    """As a data set of grain after `.batch(4)`."""
-    spmd.cluster.batches([X[:4], X[4:]], "b/dp d", batch=4, mesh=mesh)
-
-
-@bad
-def batches_without_samples(mesh):
-    spmd.cluster.batches([], "b/dp d", batch=2, mesh=mesh)
-
-
-@bad
-def batches_of_integers_that_do_not_fit(mesh):
-    next(spmd.cluster.batches([2**40, 2**40], "b/dp", batch=2, mesh=mesh))
-
-
-@bad
-def batches_that_are_not_counted(mesh):
-    spmd.cluster.batches(X, "b/dp d", batch=0, mesh=mesh)
+bad(
+    batches_that_do_not_divide=lambda mesh: spmd.cluster.batches(X, "b/dp d", batch=3, mesh=mesh),
+    batches_of_samples_of_different_shapes=lambda mesh: next(
+        spmd.cluster.batches([X[0], X[1][:2]], "b/dp d", batch=2, shuffle=False, mesh=mesh)
+    ),
+    # As a data set of grain after `.batch(4)`.
+    batches_of_batches=lambda mesh: spmd.cluster.batches([X[:4], X[4:]], "b/dp d", batch=4, mesh=mesh),
+    batches_without_samples=lambda mesh: spmd.cluster.batches([], "b/dp d", batch=2, mesh=mesh),
+    batches_of_integers_that_do_not_fit=lambda mesh: next(
+        spmd.cluster.batches([2**40, 2**40], "b/dp", batch=2, mesh=mesh)
+    ),
+    batches_that_are_not_counted=lambda mesh: spmd.cluster.batches(X, "b/dp d", batch=0, mesh=mesh),
+)
 
 
 @bad
@@ -50,14 +31,12 @@ def batches_with_the_state_of_others(mesh):
     one.state = other.state
 
 
-@bad
-def batches_on_a_mesh_without_devices(mesh):
-    spmd.cluster.batches(X, "b/dp d", batch=2, mesh=spmd.make_mesh(dp=2, abstract=True))
-
-
-@bad
-def a_step_that_is_not_a_number(mesh):
-    spmd.cluster.stopping("3")
+bad(
+    batches_on_a_mesh_without_devices=lambda mesh: spmd.cluster.batches(
+        X, "b/dp d", batch=2, mesh=spmd.make_mesh(dp=2, abstract=True)
+    ),
+    a_step_that_is_not_a_number=lambda mesh: spmd.cluster.stopping("3"),
+)
 
 
 @bad
@@ -134,9 +113,9 @@ def checkpoints_that_are_closed(mesh):
         saved.save(1, {"w": jnp.ones(8)})
 
 
-@bad
-def checkpoints_at_another_url(mesh):
-    spmd.cluster.checkpoints("s3://bucket/run")
+bad(
+    checkpoints_at_another_url=lambda mesh: spmd.cluster.checkpoints("s3://bucket/run"),
+)
 
 
 @bad

@@ -1,7 +1,5 @@
 """Numbers that a guard refuses."""
 
-from __future__ import annotations
-
 import tempfile
 from unittest import mock
 
@@ -20,14 +18,12 @@ def a_flipped_bit(mesh):
         guard(0, {"w": with_a_flip(spmd.shard(V, "d/tp", mesh=mesh), 5)})
 
 
-@bad
-def a_guard_of_what_is_not_finite(mesh):
-    guard(200, {"w": spmd.shard(np.where(V == 3, np.inf, V).astype("f"), "d/tp", mesh=mesh)})
-
-
-@bad
-def a_guard_of_no_step(mesh):
-    guard(-1, {})
+bad(
+    a_guard_of_what_is_not_finite=lambda mesh: guard(
+        200, {"w": spmd.shard(np.where(V == 3, np.inf, V).astype("f"), "d/tp", mesh=mesh)}
+    ),
+    a_guard_of_no_step=lambda mesh: guard(-1, {}),
+)
 
 
 @bad
@@ -36,6 +32,6 @@ def a_state_that_is_not_finite(mesh):
         saved.save(4, {"w": jnp.full(3, jnp.nan)})
 
 
-@bad
-def checkpoints_with_another_policy(mesh):
-    checkpoints("never-made", keep="best")
+bad(
+    checkpoints_with_another_policy=lambda mesh: checkpoints("never-made", keep="best"),
+)

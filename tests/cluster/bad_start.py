@@ -1,7 +1,5 @@
 """Programs of several processes that cannot start."""
 
-from __future__ import annotations
-
 import os
 from unittest import mock
 
@@ -13,7 +11,11 @@ from spmd.cluster._launch import checked_command
 from tests.errors.registry import bad, fixed
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "2"}
+
+
 LAUNCHED = {"SPMD_RANK": "0", "SPMD_PROCESSES": "2", "SPMD_COORDINATOR": "localhost:1"}
+
+
 WHERE = {"MASTER_ADDR": "node-0", "MASTER_PORT": "29500"}
 
 
@@ -57,36 +59,14 @@ def a_rank_that_is_not_a_number(mesh):
         spmd.cluster.initialize()
 
 
-@bad
-def a_number_of_processes_without_a_rank(mesh):
-    spmd.cluster.initialize("localhost:1", num_processes=2)
-
-
-@bad
-def a_rank_that_is_too_large(mesh):
-    spmd.cluster.initialize("localhost:1", num_processes=2, process_id=2)
-
-
-@bad
-def processes_that_join_too_late(mesh):
-    spmd.cluster.initialize("localhost:1", num_processes=2, process_id=0)
-
-
-@bad
-def a_step_that_is_not_lowered(mesh):
-    spmd.cluster.same_program(jnp.sin)
-
-
-@fixed
-def a_step_that_is_not_lowered_fixed(mesh):
-    spmd.cluster.same_program(jax.jit(jnp.sin).lower(1.0))
-
-
-@bad
-def a_launch_without_a_program(mesh):
-    checked_command([])
-
-
-@bad
-def a_launch_of_a_file_that_is_not_there(mesh):
-    checked_command(["train.py"])
+bad(
+    a_number_of_processes_without_a_rank=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2),
+    a_rank_that_is_too_large=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2, process_id=2),
+    processes_that_join_too_late=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2, process_id=0),
+    a_step_that_is_not_lowered=(
+        lambda mesh: spmd.cluster.same_program(jnp.sin),
+        lambda mesh: spmd.cluster.same_program(jax.jit(jnp.sin).lower(1.0)),
+    ),
+    a_launch_without_a_program=lambda mesh: checked_command([]),
+    a_launch_of_a_file_that_is_not_there=lambda mesh: checked_command(["train.py"]),
+)

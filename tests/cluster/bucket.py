@@ -4,8 +4,6 @@
 would be gcsfs: with `STORAGE_EMULATOR_HOST` it talks to the server, and the tests pass as well.
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import io

@@ -1,7 +1,5 @@
 """A sample that takes Python to compute. It is a module of its own, which processes that read import without JAX."""
 
-from __future__ import annotations
-
 import os
 import time
 

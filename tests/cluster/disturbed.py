@@ -4,8 +4,6 @@ FOLDER is where it saves, every second step, if it is set. It prints the loss an
 runs can be compared bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

@@ -8,8 +8,6 @@ and samples of all steps have to be those of a run that nothing disturbed, bit f
 into `docs/pages/when-a-run-stops.md`.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import random

@@ -4,8 +4,6 @@ It prints when that happens, so that a test measures the time from the fault to 
 program in the last process, its name says what differs there: `mesh`, `shape` and `constant`, together too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

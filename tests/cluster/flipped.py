@@ -1,7 +1,5 @@
 """Process 1 of two has a flipped bit in an array that all copy, and then a number that is not finite."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -6,8 +6,6 @@ With `limit` no file may grow beyond a few bytes. With `late` the last process a
 reach. FILE takes all that is left of its disk.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import resource

@@ -1,7 +1,5 @@
 """Real processes for tests: under the launcher, or started one by one as a cluster does."""
 
-from __future__ import annotations
-
 import atexit
 import functools
 import os

@@ -1,7 +1,5 @@
 """A program that says on which addresses of this machine its coordinator listens, as Linux knows it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -6,8 +6,6 @@ exception in the job, and SIGALRM lets it exit. LATE=1:9 sends SIGTERM to proces
 step 9, whether to stop.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -3,8 +3,6 @@
 The processes have eight virtual CPU devices together. Each checks its own shards against NumPy.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

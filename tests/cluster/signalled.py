@@ -4,8 +4,6 @@ It ends as asked, with exit code 75. With `join` the signals begin while it wait
 its loop.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

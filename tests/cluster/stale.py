@@ -5,8 +5,6 @@ system does, and with `hidden` it cannot read step 15 either. Each prints the st
 they go on to step 20.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import time

@@ -1,7 +1,5 @@
 """A program that saves into a folder, and then lives on: `tests/cluster/tenant.py FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 import time
 

@@ -1,7 +1,5 @@
 """Checkpoints: what is restored on which mesh, and what happens to damaged ones."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -25,7 +23,7 @@ from spmd.errors import PlacementError, SpmdError
 from tests.cluster.bucket import serving
 from tests.cluster.full_disk import TIMEOUT
 from tests.cluster.harness import alone, end, exhaustive, launched, start
-from tests.sampler import first_seed, share
+from tests.sampler import first_seed, rare, share
 
 # Orbax leaves a coroutine behind where a read fails.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -430,7 +428,7 @@ def test_the_checksums_of_blocks_add_up(dtype, shape):
 # --- processes that see other steps ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("how", "step"), [("listing", 15), ("hidden", 10)])
+@pytest.mark.parametrize(("how", "step"), share([("listing", 15), ("hidden", 10)]))
 def test_all_processes_restore_one_step_where_one_has_an_old_listing(tmp_path, how, step):
     """Rank 0 restored step 15 and rank 1 step 10, without a word."""
     run = tmp_path / "run"
@@ -516,6 +514,7 @@ def test_what_a_killed_save_left_behind_is_removed(tmp_path):
     assert left_behind(saved) == []
 
 
+@rare  # in one process: test_a_run_whose_last_save_failed_ends_with_an_error
 def test_the_example_ends_with_another_code_if_its_last_save_failed(tmp_path):
     """It said "which is saved in" and ended with the code that queues it again, and nothing was saved."""
     found = launched(2, "tests/cluster/unsaved.py", str(tmp_path), devices=4)

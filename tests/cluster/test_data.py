@@ -1,7 +1,5 @@
 """Batches: which samples, in which order, on which devices, and what a restored state gives."""
 
-from __future__ import annotations
-
 import collections
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Faults in the middle of a run: each names the right process in time, and what is done again is equal bit for bit."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Fields on disk: what is read on which mesh, what lies in the files, and what happens to those that are not whole."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bits that flip and numbers that are not finite are named, with host, device and array."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

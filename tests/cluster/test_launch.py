@@ -1,7 +1,5 @@
 """The launcher: what it prints, how it ends, and that nothing outlives it. The programs here do without JAX."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

@@ -1,7 +1,5 @@
 """A lease: who holds a folder, until when, and what others hear. Two real programs are in `test_checkpoints.py`."""
 
-from __future__ import annotations
-
 import json
 import time
 

@@ -1,7 +1,5 @@
 """The main job, `examples/train_lm.py`, computes the same in any number of processes, stopped, killed and resumed."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Where programs write: folders and buckets; other URLs are errors, and never folders of that name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

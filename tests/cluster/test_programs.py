@@ -1,7 +1,5 @@
 """Operations, layers and placements in several processes equal NumPy."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

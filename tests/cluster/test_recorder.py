@@ -1,7 +1,5 @@
 """A run that stands still ends within its patience, and says which process stopped it, and where."""
 
-from __future__ import annotations
-
 import re
 import statistics
 import time

@@ -1,7 +1,5 @@
 """What is left of a run goes on by itself, and its numbers are those of a run that nothing disturbed."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -17,6 +15,7 @@ from spmd.cluster._recorder import HUNG, recorder
 from spmd.cluster._start import _agreed
 from tests.cluster.faults import PROGRAM, steps_of
 from tests.cluster.harness import Ended, end, exhaustive, joined, start
+from tests.sampler import rare
 
 
 def remade(kind: str, who: str, count: int, folder: Path) -> list[Ended]:
@@ -24,6 +23,7 @@ def remade(kind: str, who: str, count: int, folder: Path) -> list[Ended]:
     return joined([[PROGRAM, kind, who, "5", "12"]] * count, [told] * count, timeout=120)
 
 
+@rare  # test_faults.py has a process that sleeps, and the rest of this file what is agreed on
 def test_a_process_that_sleeps_starts_anew_beside_the_others(tmp_path: Path) -> None:
     ended = remade("sleep", "1", 2, tmp_path)
     assert [one.code for one in ended] == [0, 0], ended

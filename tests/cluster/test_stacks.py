@@ -1,7 +1,5 @@
 """Where a thread stands: its line, and whether it waits for devices."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

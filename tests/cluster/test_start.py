@@ -1,7 +1,5 @@
 """The start of several processes: who is who, what has to be equal, and how a process ends that has failed."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """A signal asks a program to stop. That several processes stop at the same step is in `test_main_job.py`."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -1,7 +1,5 @@
 """Two processes, of which one has four devices and the other two: `tests/cluster/unequal.py FOLDER`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

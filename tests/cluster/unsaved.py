@@ -1,7 +1,5 @@
 """The main job, `examples/train_lm.py`, on a disk that is full when it is asked to stop: `tests/cluster/unsaved.py FOLDER`."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

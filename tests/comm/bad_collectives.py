@@ -1,7 +1,5 @@
 """Wrong calls of verbs: gathers, scatters, sums, shifts and permutations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,69 +11,35 @@ from tests.errors.registry import X, bad, body, fixed
 SAME = "b/dp d -> b/dp d"
 
 
-@bad
-def outside_a_kernel(mesh):
-    all_gather(X, "b/dp d -> b d")
-
-
-@bad
-def string_first(mesh):
-    body("b/dp d -> b d", lambda x: all_gather("b/dp d -> b d", x, to="invarying"), mesh)
-
-
-@fixed
-def string_first_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def names_an_axis_as_lax_does(mesh):
-    body("b/dp d/tp -> b/dp d/tp", lambda x: psum(x, "tp"), mesh)
-
-
-@bad
-def forgets_the_mark_of_a_psum(mesh):
-    body("b/dp d/tp -> b/dp 1", lambda x: psum(x.sum(axis=1, keepdims=True), "b/dp 1 -> b/dp 1"), mesh)
-
-
-@bad
-def divides_a_one(mesh):
-    body("b/dp d/tp -> b/dp d/tp", lambda x: x - reduce(x, "b/dp d/tp -> b/dp 1/tp", "mean"), mesh)
-
-
-@bad
-def gathers_the_major_axis(mesh):
-    body("b/dp/tp d -> b/tp d", lambda x: all_gather(x, "b/dp/tp d -> b/tp d"), mesh)
-
-
-@fixed
-def gathers_the_major_axis_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def gather_that_is_a_slice(mesh):
-    body("b d -> b/dp d", lambda x: all_gather(x, "b d -> b/dp d"), mesh)
-
-
-@fixed
-def gather_that_is_a_slice_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b d -> b/dp d", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def gather_that_is_an_all_to_all(mesh):
-    body("b/tp d -> b d/tp", lambda x: all_gather(x, "b/tp d -> b d/tp"), mesh)
-
-
-@fixed
-def gather_that_is_an_all_to_all_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/tp d -> b d/tp", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def gather_of_a_partial_sum(mesh):
-    body("b/dp d -> d", lambda x: all_gather(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh)
+bad(
+    outside_a_kernel=lambda mesh: all_gather(X, "b/dp d -> b d"),
+    string_first=(
+        lambda mesh: body("b/dp d -> b d", lambda x: all_gather("b/dp d -> b d", x, to="invarying"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: fix(x=x), mesh), X),
+    ),
+    names_an_axis_as_lax_does=lambda mesh: body("b/dp d/tp -> b/dp d/tp", lambda x: psum(x, "tp"), mesh),
+    forgets_the_mark_of_a_psum=lambda mesh: body(
+        "b/dp d/tp -> b/dp 1", lambda x: psum(x.sum(axis=1, keepdims=True), "b/dp 1 -> b/dp 1"), mesh
+    ),
+    divides_a_one=lambda mesh: body(
+        "b/dp d/tp -> b/dp d/tp", lambda x: x - reduce(x, "b/dp d/tp -> b/dp 1/tp", "mean"), mesh
+    ),
+    gathers_the_major_axis=(
+        lambda mesh: body("b/dp/tp d -> b/tp d", lambda x: all_gather(x, "b/dp/tp d -> b/tp d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp/tp d -> b/tp d", lambda x: fix(x=x), mesh), X),
+    ),
+    gather_that_is_a_slice=(
+        lambda mesh: body("b d -> b/dp d", lambda x: all_gather(x, "b d -> b/dp d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b d -> b/dp d", lambda x: fix(x=x), mesh), X),
+    ),
+    gather_that_is_an_all_to_all=(
+        lambda mesh: body("b/tp d -> b d/tp", lambda x: all_gather(x, "b/tp d -> b d/tp"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/tp d -> b d/tp", lambda x: fix(x=x), mesh), X),
+    ),
+    gather_of_a_partial_sum=lambda mesh: body(
+        "b/dp d -> d", lambda x: all_gather(reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp} -> d"), mesh
+    ),
+)
 
 
 @fixed
@@ -84,44 +48,20 @@ def gather_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_allclose(out, X.sum(0))
 
 
-@bad
-def verb_that_moves_nothing(mesh):
-    body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh)
-
-
-@bad
-def other_dimensions_on_the_right(mesh):
-    body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> d b"), mesh)
-
-
-@fixed
-def other_dimensions_on_the_right_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> d b", lambda x: fix(x=x), mesh), X.T)
-
-
-@bad
-def psum_of_equal_values(mesh):
-    body("b d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh)
-
-
-@bad
-def psum_of_a_block(mesh):
-    body("b/dp d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh)
-
-
-@bad
-def psum_of_a_block_behind_dots(mesh):
-    body("b/dp d -> _ d", lambda x: psum(x, "... {U:dp} -> ..."), mesh)
-
-
-@bad
-def reduction_of_a_block_as_a_partial_sum(mesh):
-    body("b/dp d -> b", lambda x: spmd.reduce(x, "b d {U:dp} -> b"), mesh)
-
-
-@bad
-def block_read_as_deferred(mesh):
-    body("b/dp d -> b/dp d", lambda x: spmd.annotate(x, "b d {R:dp}"), mesh)
+bad(
+    verb_that_moves_nothing=lambda mesh: body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh),
+    other_dimensions_on_the_right=(
+        lambda mesh: body("b/dp d -> b/dp d", lambda x: all_gather(x, "b/dp d -> d b"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp d -> d b", lambda x: fix(x=x), mesh), X.T),
+    ),
+    psum_of_equal_values=lambda mesh: body("b d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh),
+    psum_of_a_block=lambda mesh: body("b/dp d -> b d", lambda x: psum(x, "b d {U:dp} -> b d"), mesh),
+    psum_of_a_block_behind_dots=lambda mesh: body("b/dp d -> _ d", lambda x: psum(x, "... {U:dp} -> ..."), mesh),
+    reduction_of_a_block_as_a_partial_sum=lambda mesh: body(
+        "b/dp d -> b", lambda x: spmd.reduce(x, "b d {U:dp} -> b"), mesh
+    ),
+    block_read_as_deferred=lambda mesh: body("b/dp d -> b/dp d", lambda x: spmd.annotate(x, "b d {R:dp}"), mesh),
+)
 
 
 @fixed
@@ -130,9 +70,11 @@ def block_read_as_deferred_fixed(mesh, fix):
     np.testing.assert_array_equal(body(SAME, whole, mesh), 2 * X)
 
 
-@bad
-def gather_of_a_deferred_array(mesh):
-    body("b d -> b d", lambda x: all_gather(spmd.defer(x, "b d -> b d {R:dp}"), "b/dp d -> b d"), mesh)
+bad(
+    gather_of_a_deferred_array=lambda mesh: body(
+        "b d -> b d", lambda x: all_gather(spmd.defer(x, "b d -> b d {R:dp}"), "b/dp d -> b d"), mesh
+    ),
+)
 
 
 @bad
@@ -144,69 +86,37 @@ def psum_of_a_copy(mesh):
     body("b/dp d -> b d", fn, mesh)
 
 
-@bad
-def read_with_another_layout(mesh):
-    body("b/dp d -> b d/dp", lambda x: all_to_all(x, "b d/dp -> b/dp d"), mesh)
-
-
-@fixed
-def read_with_another_layout_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def scatter_onto_an_indivisible_dimension(mesh):
-    body("b/dp/tp d -> d/tp", lambda x: psum_scatter(x.sum(0)[:3], "e {U:tp} -> e/tp"), mesh)
-
-
-@bad
-def unknown_axis_in_a_verb(mesh):
-    body("b/dp d -> b d", lambda x: all_gather(x, "b/dpp d -> b d"), mesh)
-
-
-@fixed
-def unknown_axis_in_a_verb_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: all_gather(x, fix(), to="invarying"), mesh), X)
-
-
-@bad
-def keyword_that_is_not_in_the_pattern(mesh):
-    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", tq="tp"), mesh)
-
-
-@bad
-def keyword_of_a_wrong_type(mesh):
-    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", dp=1.5), mesh)
-
-
-@bad
-def rank_in_a_verb(mesh):
-    body("b/dp d -> b d", lambda x: all_gather(x, "b/dp s d -> b s d"), mesh)
-
-
-@bad
-def size_in_a_verb(mesh):
-    body("b/dp d -> b d", lambda x: all_gather(x[:, :3], "b/dp d -> b d"), mesh)
-
-
-@bad
-def shift_without_a_bracket(mesh):
-    body("b/dp d -> b/dp d", lambda x: spmd.shift(x, "b/dp d"), mesh)
-
-
-@fixed
-def shift_without_a_bracket_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: fix(x=x), mesh), np.roll(X, 4, 0))
-
-
-@bad
-def permutation_out_of_range(mesh):
-    body("b/dp d -> b/dp d", lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 2)]), mesh)
-
-
-@bad
-def partial_sum_out_of_nothing(mesh):
-    body(SAME, lambda x: spmd.relayout(x, "b/dp d -> b/dp d {U:tp}"), mesh)
+bad(
+    read_with_another_layout=(
+        lambda mesh: body("b/dp d -> b d/dp", lambda x: all_to_all(x, "b d/dp -> b/dp d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X),
+    ),
+    scatter_onto_an_indivisible_dimension=lambda mesh: body(
+        "b/dp/tp d -> d/tp", lambda x: psum_scatter(x.sum(0)[:3], "e {U:tp} -> e/tp"), mesh
+    ),
+    unknown_axis_in_a_verb=(
+        lambda mesh: body("b/dp d -> b d", lambda x: all_gather(x, "b/dpp d -> b d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(
+            body("b/dp d -> b d", lambda x: all_gather(x, fix(), to="invarying"), mesh), X
+        ),
+    ),
+    keyword_that_is_not_in_the_pattern=lambda mesh: body(
+        "b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", tq="tp"), mesh
+    ),
+    keyword_of_a_wrong_type=lambda mesh: body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", dp=1.5), mesh),
+    rank_in_a_verb=lambda mesh: body("b/dp d -> b d", lambda x: all_gather(x, "b/dp s d -> b s d"), mesh),
+    size_in_a_verb=lambda mesh: body("b/dp d -> b d", lambda x: all_gather(x[:, :3], "b/dp d -> b d"), mesh),
+    shift_without_a_bracket=(
+        lambda mesh: body("b/dp d -> b/dp d", lambda x: spmd.shift(x, "b/dp d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(
+            body("b/dp d -> b/dp d", lambda x: fix(x=x), mesh), np.roll(X, 4, 0)
+        ),
+    ),
+    permutation_out_of_range=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: spmd.ppermute(x, "[b/dp] d", [(0, 2)]), mesh
+    ),
+    partial_sum_out_of_nothing=lambda mesh: body(SAME, lambda x: spmd.relayout(x, "b/dp d -> b/dp d {U:tp}"), mesh),
+)
 
 
 @bad
@@ -221,24 +131,12 @@ def unknown_name_of_a_renamed_axis_fixed(mesh, fix):
     np.testing.assert_array_equal(body("b/data d -> b d", fn, mesh, axes={"data": "dp"}), X)
 
 
-@bad
-def gather_to_an_unknown_type(mesh):
-    body(SAME, lambda x: all_gather(x, "b/dp d -> b d", to="replicated"), mesh)
-
-
-@bad
-def shift_by_a_traced_number(mesh):
-    body(SAME, lambda x: shift(x, "[b/dp] d", jnp.int32(1)), mesh)
-
-
-@bad
-def shift_of_a_composite(mesh):
-    body(SAME, lambda x: shift(x, "[(n/dp k)] d", k=2), mesh)
-
-
-@bad
-def permutation_that_is_no_list_of_pairs(mesh):
-    body(SAME, lambda x: spmd.ppermute(x, "[b/dp] d", [1, 0]), mesh)
+bad(
+    gather_to_an_unknown_type=lambda mesh: body(SAME, lambda x: all_gather(x, "b/dp d -> b d", to="replicated"), mesh),
+    shift_by_a_traced_number=lambda mesh: body(SAME, lambda x: shift(x, "[b/dp] d", jnp.int32(1)), mesh),
+    shift_of_a_composite=lambda mesh: body(SAME, lambda x: shift(x, "[(n/dp k)] d", k=2), mesh),
+    permutation_that_is_no_list_of_pairs=lambda mesh: body(SAME, lambda x: spmd.ppermute(x, "[b/dp] d", [1, 0]), mesh),
+)
 
 
 @fixed
@@ -251,20 +149,16 @@ def einsum_of_blocks(x):
     return spmd.einsum(x, x, "b/dp d/tp, b/dp d/tp -> b/dp {U:tp}")
 
 
-@bad
-def psum_of_rows_without_a_name(mesh):
-    """Their axis is another one than the sum's, and `_` is whole."""
-    body("b/dp d/tp -> b/dp", lambda x: psum(einsum_of_blocks(x), "_ {U:tp} -> _"), mesh)
-
-
-@fixed
-def psum_of_rows_without_a_name_fixed(mesh, fix):
-    np.testing.assert_allclose(body("b/dp d/tp -> b/dp", lambda x: fix(x=einsum_of_blocks(x)), mesh), (X * X).sum(1))
-
-
-@bad
-def result_without_a_name(mesh):
-    body("b/dp d/tp -> b/dp", lambda x: psum((x * x).sum(1), "_ {U:tp} -> _"), mesh)
+bad(
+    # Their axis is another one than the sum's, and `_` is whole.
+    psum_of_rows_without_a_name=(
+        lambda mesh: body("b/dp d/tp -> b/dp", lambda x: psum(einsum_of_blocks(x), "_ {U:tp} -> _"), mesh),
+        lambda mesh, fix: np.testing.assert_allclose(
+            body("b/dp d/tp -> b/dp", lambda x: fix(x=einsum_of_blocks(x)), mesh), (X * X).sum(1)
+        ),
+    ),
+    result_without_a_name=lambda mesh: body("b/dp d/tp -> b/dp", lambda x: psum((x * x).sum(1), "_ {U:tp} -> _"), mesh),
+)
 
 
 @fixed
@@ -273,24 +167,18 @@ def result_without_a_name_fixed(mesh):
     np.testing.assert_allclose(found, (X * X).sum(1))
 
 
-@bad
-def gather_that_does_not_say_what_it_gathers(mesh):
-    body("b/dp d/tp -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh)
-
-
-@fixed
-def gather_that_does_not_say_what_it_gathers_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d/tp -> b/dp d", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def spaces_before_slashes(mesh):
-    body("b/dp d -> b d", lambda x: all_gather(x, "b /dp d -> b /1 d"), mesh)
-
-
-@fixed
-def spaces_before_slashes_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b d", lambda x: all_gather(x, fix(), to="invarying"), mesh), X)
+bad(
+    gather_that_does_not_say_what_it_gathers=(
+        lambda mesh: body("b/dp d/tp -> b/dp d", lambda x: all_gather(x, "b/dp d -> b/dp d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp d/tp -> b/dp d", lambda x: fix(x=x), mesh), X),
+    ),
+    spaces_before_slashes=(
+        lambda mesh: body("b/dp d -> b d", lambda x: all_gather(x, "b /dp d -> b /1 d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(
+            body("b/dp d -> b d", lambda x: all_gather(x, fix(), to="invarying"), mesh), X
+        ),
+    ),
+)
 
 
 def sent_in_a_byte(total):
@@ -299,10 +187,10 @@ def sent_in_a_byte(total):
     return summed.astype(total.dtype) * scale
 
 
-@bad
-def sum_that_is_sent_in_a_byte(mesh):
-    """To sum before the rounding would send all bytes, which the rounding spares."""
-    body("b/dp d -> d", lambda x: sent_in_a_byte(x.sum(0)), mesh)
+bad(
+    # To sum before the rounding would send all bytes, which the rounding spares.
+    sum_that_is_sent_in_a_byte=lambda mesh: body("b/dp d -> d", lambda x: sent_in_a_byte(x.sum(0)), mesh),
+)
 
 
 @fixed

@@ -1,7 +1,5 @@
 """Random calls of each verb: a mesh, a layout before, one after, written in one of the ways a user may write it."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Mapping

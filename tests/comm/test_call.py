@@ -1,7 +1,5 @@
 """The ways to write one call: pytrees, composites, `...`, keywords, mappings, the user's own shard_map."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

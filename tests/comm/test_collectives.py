@@ -1,7 +1,5 @@
 """What each verb sends: kind, number, axes and bytes, from the compiled program, forward and backward."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Keywords of a call: an int binds a size, a str, a tuple or None a mesh axis; and what cannot be an array."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """einops on one device, for names that are not strings."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from spmd.comm._marks import rearranged

@@ -1,7 +1,5 @@
 """What is remembered of a value: a tag that goes with it, a note in the jaxpr, and when two layouts are alike."""
 
-from __future__ import annotations
-
 import gc
 
 import jax

@@ -1,7 +1,5 @@
 """`ppermute` and `shift` against the simulator: values, derivatives, and places along several axes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,20 +90,6 @@ def test_derivatives(verb, seed) -> None:
     for run in (kernel, kernel.auto, kernel.reference):
         gradient = jax.jit(jax.grad(lambda x, run=run: jnp.sum(run(x) * weights)))(x)
         assert sim.same(np.asarray(gradient), move.wanted(verb, weights, back=True))
-
-
-@both
-@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-def test_inside_transformations(verb, mode) -> None:
-    move = Move(207 + len(mode))
-    x = move.sampler.array((3, *move.shape))
-    wanted = np.stack([move.wanted(verb, one) for one in x])
-    scanned = lambda run: lambda x: jax.lax.scan(lambda carry, one: (carry, run(one)), jnp.int32(0), x)[1]
-    for wrap in (jax.vmap, scanned, lambda run: jax.checkpoint(jax.vmap(run))):
-        run = getattr(move.kernel(verb, wrap, lead="n "), mode)
-        assert sim.same(np.asarray(run(x)), wanted)
-    outside = jax.vmap(getattr(move.kernel(verb), mode))(x)
-    assert sim.same(np.asarray(outside), wanted)
 
 
 def test_blocks_are_numbered_by_the_layout_not_by_the_mesh() -> None:

@@ -3,8 +3,6 @@
 A block is an integer whose bits are the elements of the whole array, so that "what it needs and lacks" is one operation.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 import math

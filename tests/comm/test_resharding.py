@@ -3,8 +3,6 @@
 By default a sample of the sources, each with all of its targets; SPMD_ALL_RELAYOUTS=1 takes every one.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import random

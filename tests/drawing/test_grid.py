@@ -1,7 +1,5 @@
 """Grids of cells: each cell once, however a grid is cut."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

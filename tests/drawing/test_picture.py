@@ -1,7 +1,5 @@
 """Pictures: the same in text, in colour, in a notebook and in a file."""
 
-from __future__ import annotations
-
 import io
 import re
 import xml.etree.ElementTree as ET

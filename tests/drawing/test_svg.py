@@ -1,7 +1,5 @@
 """Boxes of SVG: they know their sizes, and lie beside and below each other without overlap."""
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ET
 

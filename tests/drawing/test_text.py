@@ -1,7 +1,5 @@
 """Grids as text: lines that fit the width, cells that line up."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd._text.table import plain

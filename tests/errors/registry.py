@@ -2,8 +2,6 @@
 runs them as the message says, and compares the numbers with plain JAX on one device. Where the message has a line
 `fix:`, that line itself is run: the program takes it as its argument `fix`, and says what its names stand for."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +12,8 @@ import numpy as np
 
 import spmd
 
-BAD: dict[str, Callable[[Any], Any]] = {}
+Program = Callable[[Any], Any]
+BAD: dict[str, Program] = {}
 FIXED: dict[str, Callable[..., Any]] = {}
 
 X = np.arange(32.0, dtype=np.float32).reshape(8, 4)
@@ -68,8 +67,12 @@ def read(text: str) -> tuple[str, Any]:
     return "exec", compile(text, "<fix>", "exec")
 
 
-def bad(fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    BAD[fn.__name__] = fn
+def bad(fn: Program | None = None, /, **programs: Program | tuple[Program, Callable[..., Any]]) -> Any:
+    """Register a wrong program under its name, or several by keyword; a pair is the wrong one and the mended one."""
+    for name, program in ({fn.__name__: fn} if fn else programs).items():
+        BAD[name], *mended = program if isinstance(program, tuple) else (program,)
+        if mended:
+            [FIXED[name]] = mended
     return fn
 
 

@@ -4,11 +4,8 @@ The bad inputs stand beside the tests of the modules that refuse them, in files 
 `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/errors` writes the file anew; read the difference before committing it.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +16,10 @@ import pytest
 
 import spmd
 from spmd.inspect import collectives
-from spmd.kernels._kernel import Kernel, outermost
+from spmd.kernels import Kernel
+from spmd.kernels._kernel import outermost
 from tests.errors.registry import BAD, FIXED, Pasted, X, facts_of, fixes_of, read
+from tests.goldens import Golden, written_anew
 from tests.pages import COUNTS
 from tests.sampler import share
 
@@ -28,9 +27,7 @@ TESTS = Path(__file__).parents[1]
 for _file in sorted(TESTS.rglob("bad_*.py")):  # they fill the registry, in this order
     importlib.import_module(".".join(("tests", *_file.relative_to(TESTS).with_suffix("").parts)))
 
-GOLDEN = Path(__file__).with_name("golden.txt")
-HEADER = "=== "
-
+GOLDEN = Golden(Path(__file__).with_name("golden.txt"))
 
 _MESSAGES: dict[object, str] = {}
 
@@ -51,15 +48,13 @@ def _raised(name: str, mesh) -> str:
     return f"{type(caught.value).__name__}\n{text}"
 
 
-def golden() -> dict[str, str]:
-    parts = re.split(rf"^{HEADER}(\w+)\n", GOLDEN.read_text(), flags=re.M)[1:]
-    return {name: text.strip("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
+golden = GOLDEN.read
 
 
-if os.environ.get("SPMD_UPDATE_GOLDEN"):
+if written_anew():
 
     def test_write(mesh):
-        GOLDEN.write_text("\n\n".join(f"{HEADER}{name}\n{message(name, mesh)}" for name in BAD) + "\n")
+        GOLDEN.write({name: message(name, mesh) for name in BAD})
 
 
 @pytest.mark.parametrize("name", BAD)

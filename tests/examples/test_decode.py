@@ -1,7 +1,5 @@
 """Decoding: the same tokens on every mesh, and those of the whole sequence read at once."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import sys

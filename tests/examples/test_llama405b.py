@@ -1,7 +1,5 @@
 """The 405B example against the formulas of its parallelism, at full size."""
 
-from __future__ import annotations
-
 import importlib.util
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The simulation of particles: its parts against NumPy, its modes against each other, its gradient."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The files for SLURM and Kubernetes: they have what JAX and the main job need, and the script for SLURM is run."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

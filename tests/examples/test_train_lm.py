@@ -1,7 +1,5 @@
 """The main job: one program in three modes, on any mesh, however its batch is cut."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import json

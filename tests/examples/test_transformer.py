@@ -1,7 +1,5 @@
 """The reference transformer: one training step is the same under every product of parallelisms."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

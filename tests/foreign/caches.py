@@ -1,7 +1,5 @@
 """Caches of keys and values, and calls of Pallas on shards."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Mixtures of experts."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

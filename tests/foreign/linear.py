@@ -1,7 +1,5 @@
 """Products of divided matrices."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Stages one after another, and tokens of the next device."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -3,8 +3,6 @@
 Each is rewritten and reduced: what it communicates is as it was. `like` names the repository, the file and the line.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass

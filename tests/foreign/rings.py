@@ -1,7 +1,5 @@
 """Sequences on several devices: rings, exchanges of heads, merged attention."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

@@ -1,7 +1,5 @@
 """Samples of a divided vocabulary, and other uses of keys."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

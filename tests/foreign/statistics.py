@@ -1,7 +1,5 @@
 """Means, norms, histograms and steps of training over a divided batch."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

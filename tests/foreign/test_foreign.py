@@ -3,8 +3,6 @@
 `SPMD_TEST_CASES=7 python -m pytest tests/foreign` runs all of them; a twelfth is the default.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 

@@ -1,7 +1,5 @@
 """Fourier transforms, transposes and halos."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import jax

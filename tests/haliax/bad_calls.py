@@ -1,7 +1,5 @@
 """Placement by named axes that cannot be, and what Haliax passes over in silence."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,14 +11,12 @@ from tests.errors.registry import X, bad, fixed
 RULES = {"batch": "dp", "embed": None, "mlp": "tp"}
 
 
-@bad
-def sharding_of_a_function_of_paths(mesh):
-    spmd.haliax.sharding_for_axis(lambda path: "embed mlp", {"embed": "dp", "mlp": None}, mesh)
-
-
-@bad
-def names_without_a_mapping(mesh):
-    hax.shard(X, "batch embed", mesh=mesh)
+bad(
+    sharding_of_a_function_of_paths=lambda mesh: spmd.haliax.sharding_for_axis(
+        lambda path: "embed mlp", {"embed": "dp", "mlp": None}, mesh
+    ),
+    names_without_a_mapping=lambda mesh: hax.shard(X, "batch embed", mesh=mesh),
+)
 
 
 @fixed
@@ -29,54 +25,22 @@ def names_without_a_mapping_fixed(mesh):
         hax.shard(X, "batch embed", mesh=mesh)
 
 
-@bad
-def a_name_the_mapping_lacks(mesh):
-    hax.shard({"w": X, "b": X[0]}, {"w": "batch embd", "b": "embed"}, RULES, mesh)
-
-
-@bad
-def a_rule_with_an_axis_the_mesh_lacks(mesh):
-    hax.shard(X, "batch embed", {"batch": "data", "embed": None}, mesh)
-
-
-@bad
-def a_tree_with_an_array_that_has_no_names(mesh):
-    hax.shard({"w": X, "b": X[0]}, {"w": "batch embed"}, RULES, mesh)
-
-
-@bad
-def a_name_that_is_asked_for_and_unknown(mesh):
-    hax.physical_axis_name("embd", RULES)
-
-
-@bad
-def an_axis_without_a_mesh(mesh):
-    hax.physical_axis_size("batch", RULES)
-
-
-@bad
-def an_axis_of_another_mesh(mesh):
-    hax.round_axis_for_partitioning("batch", 13, {"batch": "data"}, mesh)
-
-
-@bad
-def an_axis_that_is_no_name(mesh):
-    hax.physical_axis_name(0, RULES)
-
-
-@bad
-def specs_of_an_unknown_name(mesh):
-    hax.pspec_for({"w": "embed heads"}, RULES)
-
-
-@bad
-def arguments_with_a_mapping_and_no_names(mesh):
-    hax.named_jit(jnp.sin, RULES, in_axis_resources=RULES)
-
-
-@bad
-def results_with_names_and_no_mapping(mesh):
-    hax.named_jit(jnp.sin, out_names="batch embed")(X)
+bad(
+    a_name_the_mapping_lacks=lambda mesh: hax.shard(
+        {"w": X, "b": X[0]}, {"w": "batch embd", "b": "embed"}, RULES, mesh
+    ),
+    a_rule_with_an_axis_the_mesh_lacks=lambda mesh: hax.shard(X, "batch embed", {"batch": "data", "embed": None}, mesh),
+    a_tree_with_an_array_that_has_no_names=lambda mesh: hax.shard(
+        {"w": X, "b": X[0]}, {"w": "batch embed"}, RULES, mesh
+    ),
+    a_name_that_is_asked_for_and_unknown=lambda mesh: hax.physical_axis_name("embd", RULES),
+    an_axis_without_a_mesh=lambda mesh: hax.physical_axis_size("batch", RULES),
+    an_axis_of_another_mesh=lambda mesh: hax.round_axis_for_partitioning("batch", 13, {"batch": "data"}, mesh),
+    an_axis_that_is_no_name=lambda mesh: hax.physical_axis_name(0, RULES),
+    specs_of_an_unknown_name=lambda mesh: hax.pspec_for({"w": "embed heads"}, RULES),
+    arguments_with_a_mapping_and_no_names=lambda mesh: hax.named_jit(jnp.sin, RULES, in_axis_resources=RULES),
+    results_with_names_and_no_mapping=lambda mesh: hax.named_jit(jnp.sin, out_names="batch embed")(X),
+)
 
 
 @fixed
@@ -85,39 +49,21 @@ def results_with_names_and_no_mapping_fixed(mesh):
         np.testing.assert_allclose(hax.named_jit(jnp.sin, out_names="batch embed")(X), np.sin(X), atol=1e-6)
 
 
-@bad
-def names_of_arguments_that_are_no_tuple(mesh):
-    hax.named_jit(jnp.sin, RULES, in_names="batch embed")
-
-
-@bad
-def names_for_another_number_of_arguments(mesh):
-    hax.named_jit(jnp.add, RULES, in_names=("batch embed",))(X, X)
-
-
-@bad
-def names_of_a_parameter_that_is_not_there(mesh):
-    hax.named_jit(lambda x, weight: x, RULES, in_names={"x": "batch embed", "weigth": "embed"})(X, X)
-
-
-@bad
-def static_arguments_by_number(mesh):
-    hax.named_jit(lambda x, n: x * n, RULES, static_argnums=(1,))
-
-
-@fixed
-def static_arguments_by_number_fixed(mesh):
-    np.testing.assert_array_equal(hax.named_jit(lambda x, n: x * n, RULES)(X, 2), 2 * X)
-
-
-@bad
-def a_mapping_where_the_function_belongs(mesh):
-    hax.named_jit(RULES)
-
-
-@bad
-def donation_of_what_is_not_there(mesh):
-    hax.named_jit(lambda tree: tree["w"], donate_args=({"v": True},))({"w": X})
+bad(
+    names_of_arguments_that_are_no_tuple=lambda mesh: hax.named_jit(jnp.sin, RULES, in_names="batch embed"),
+    names_for_another_number_of_arguments=lambda mesh: hax.named_jit(jnp.add, RULES, in_names=("batch embed",))(X, X),
+    names_of_a_parameter_that_is_not_there=lambda mesh: hax.named_jit(
+        lambda x, weight: x, RULES, in_names={"x": "batch embed", "weigth": "embed"}
+    )(X, X),
+    static_arguments_by_number=(
+        lambda mesh: hax.named_jit(lambda x, n: x * n, RULES, static_argnums=(1,)),
+        lambda mesh: np.testing.assert_array_equal(hax.named_jit(lambda x, n: x * n, RULES)(X, 2), 2 * X),
+    ),
+    a_mapping_where_the_function_belongs=lambda mesh: hax.named_jit(RULES),
+    donation_of_what_is_not_there=lambda mesh: hax.named_jit(lambda tree: tree["w"], donate_args=({"v": True},))(
+        {"w": X}
+    ),
+)
 
 
 @bad
@@ -128,9 +74,9 @@ def an_argument_without_a_hash(mesh):
     hax.named_jit(lambda x, table: x)(X, Table())
 
 
-@bad
-def fsdp_without_a_mapping_to_compute_by(mesh):
-    hax.fsdp(jnp.sin, parameter_mapping=RULES)
+bad(
+    fsdp_without_a_mapping_to_compute_by=lambda mesh: hax.fsdp(jnp.sin, parameter_mapping=RULES),
+)
 
 
 @bad

@@ -1,7 +1,5 @@
 """`named_jit` and `fsdp`: where arguments and results lie, what is donated, what is compiled anew."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

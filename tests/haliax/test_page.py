@@ -1,7 +1,5 @@
 """The page "Haliax beside spmd": every row of its table has a test, and every name of the Haliax document is there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`spmd.haliax`: what a mapping says of a name: its axes, their sizes, shardings."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

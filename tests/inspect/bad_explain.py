@@ -1,7 +1,5 @@
 """Wrong questions to `explain`."""
 
-from __future__ import annotations
-
 import spmd
 from tests.errors.registry import X, bad, fixed
 
@@ -12,9 +10,9 @@ def copied(mesh):
     return spmd.kernel(SAME, mesh=mesh)(lambda x: x + 0)
 
 
-@bad
-def explain_a_result(mesh):
-    spmd.explain(copied(mesh)(X))
+bad(
+    explain_a_result=lambda mesh: spmd.explain(copied(mesh)(X)),
+)
 
 
 @fixed
@@ -22,9 +20,9 @@ def explain_a_result_fixed(mesh):
     assert spmd.explain(copied(mesh), X).total_bytes == 0
 
 
-@bad
-def explain_a_lowered_program_with_arguments(mesh):
-    spmd.explain(copied(mesh).lower(X), X)
+bad(
+    explain_a_lowered_program_with_arguments=lambda mesh: spmd.explain(copied(mesh).lower(X), X),
+)
 
 
 @fixed
@@ -32,19 +30,13 @@ def explain_a_lowered_program_with_arguments_fixed(mesh):
     assert spmd.explain(copied(mesh).lower(X)).written is None
 
 
-@bad
-def explain_compiled_without_devices(mesh):
-    spmd.explain(copied(spmd.make_mesh(dp=2, tp=4, abstract=True)), X, compiled=True)
-
-
-@bad
-def explain_compiled_is_no_program(mesh):
-    spmd.explain(copied(mesh), X, compiled="yes")
-
-
-@bad
-def explain_on_another_mesh(mesh):
-    spmd.explain(copied(mesh), X, mesh=spmd.make_mesh(dp=4, tp=2, abstract=True))
+bad(
+    explain_compiled_without_devices=lambda mesh: spmd.explain(
+        copied(spmd.make_mesh(dp=2, tp=4, abstract=True)), X, compiled=True
+    ),
+    explain_compiled_is_no_program=lambda mesh: spmd.explain(copied(mesh), X, compiled="yes"),
+    explain_on_another_mesh=lambda mesh: spmd.explain(copied(mesh), X, mesh=spmd.make_mesh(dp=4, tp=2, abstract=True)),
+)
 
 
 @bad
@@ -58,11 +50,7 @@ def explain_on_another_mesh_fixed(mesh):
     assert spmd.explain(copied(mesh), X, mesh=mesh).mesh == {"dp": 2, "tp": 4}
 
 
-@bad
-def explain_with_a_mesh_that_is_none(mesh):
-    spmd.explain(copied(mesh), X, mesh=8)
-
-
-@bad
-def explain_on_unknown_hardware(mesh):
-    spmd.explain(copied(mesh), X, hardware="tpu-v5")
+bad(
+    explain_with_a_mesh_that_is_none=lambda mesh: spmd.explain(copied(mesh), X, mesh=8),
+    explain_on_unknown_hardware=lambda mesh: spmd.explain(copied(mesh), X, hardware="tpu-v5"),
+)

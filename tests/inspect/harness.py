@@ -1,7 +1,5 @@
 """What the tests of `explain` share."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Which block each device holds, against plain cutting of index ranges."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

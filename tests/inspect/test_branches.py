@@ -1,7 +1,5 @@
 """Branches against closed formulas: the dearest counts, and of a pipeline's ticks the dearest that some device runs."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

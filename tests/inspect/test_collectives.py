@@ -1,7 +1,5 @@
 """Collectives of hand-written shard_maps: counts and bytes are exact, and a wrong count is noticed."""
 
-from __future__ import annotations
-
 import json
 
 import jax

@@ -1,7 +1,5 @@
 """`explain`: both views, what it accepts, what it prints, and that it traces and compiles once."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

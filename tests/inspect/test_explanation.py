@@ -3,8 +3,6 @@
 `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/inspect/test_explanation.py -k golden` writes the printed tables anew.
 """
 
-from __future__ import annotations
-
 import functools
 import html.parser
 import io

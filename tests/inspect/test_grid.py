@@ -1,7 +1,5 @@
 """Pictures as grids of cells: every device and every block once, however a grid is cut."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Groups of devices in compiled text, in each form that is printed, and the mesh axes that they stand for."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

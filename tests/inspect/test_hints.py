@@ -1,7 +1,5 @@
 """Sums that run too often: each hint is followed, the numbers stay, and the bytes become what it said."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

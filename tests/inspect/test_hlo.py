@@ -1,7 +1,5 @@
 """The reader of compiled text, on strings: each form in which groups, types and loops are printed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

@@ -1,7 +1,5 @@
 """Which compiled collective belongs to which written one: on records made by hand, and on programs of every shape."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math
@@ -16,10 +14,9 @@ import spmd
 from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
 from spmd._jaxprs.facts import CallName
 from spmd._text.units import sent_bytes
-from spmd.inspect._collectives import Collective
+from spmd.inspect import Boundary, Collective, Constraint, Written, WrittenCollective
 from spmd.inspect._hlo import Frame
 from spmd.inspect._match import communications
-from spmd.inspect._records import Boundary, Constraint, Written, WrittenCollective
 from tests.conftest import case_count
 
 SIZES = {"dp": 2, "tp": 4}

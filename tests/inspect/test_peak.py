@@ -1,7 +1,5 @@
 """The memory that a trace tells: small programs counted by hand, and the transformer against what is compiled."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

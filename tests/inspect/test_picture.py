@@ -1,12 +1,8 @@
 """Pictures of layouts and arrays: what they draw is compared with JAX's own index maps and with plain cutting."""
 
-from __future__ import annotations
-
 import builtins
 import itertools
 import math
-import os
-import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -25,9 +21,10 @@ import spmd
 from spmd.drawing import _picture as _svg
 from spmd.language import Layout
 from tests.conftest import case_count
+from tests.goldens import Golden, written_anew
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg
 
-GOLDEN = Path(__file__).with_name("pictures.txt")
+GOLDEN = Golden(Path(__file__).with_name("pictures.txt"))
 
 PICTURES = {
     "two_dimensions": ("b/dp s d/tp", (8, 16, 32), {"dp": 2, "tp": 4}),
@@ -53,15 +50,13 @@ def drawn(name: str) -> str:
     return spmd.visualize(layout, shape, mesh).text(100)
 
 
-def golden() -> dict[str, str]:
-    parts = re.split(r"^=== (\w+)\n", GOLDEN.read_text(), flags=re.MULTILINE)[1:]
-    return {name: text.strip("\n") for name, text in zip(parts[::2], parts[1::2], strict=True)}
+golden = GOLDEN.read
 
 
-if os.environ.get("SPMD_UPDATE_GOLDEN"):
+if written_anew():
 
     def test_write():
-        GOLDEN.write_text("\n\n".join(f"=== {name}\n{drawn(name)}" for name in PICTURES) + "\n")
+        GOLDEN.write({name: drawn(name) for name in PICTURES})
 
 
 @pytest.mark.parametrize("name", PICTURES)

@@ -1,7 +1,5 @@
 """Pictures of plans: what they say moves must be enough to make every device's next shard, and no more."""
 
-from __future__ import annotations
-
 import math
 import xml.etree.ElementTree as ET
 

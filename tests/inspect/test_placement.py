@@ -1,7 +1,5 @@
 """Where arrays outside kernels lie, and what a change of place sends."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

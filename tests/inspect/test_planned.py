@@ -1,7 +1,5 @@
 """The plan beside the compiled program: lines and reasons for what nobody wrote."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -4,8 +4,6 @@ The TPU texts follow what libtpu 0.0.42 printed for kernels of this package, com
 v5p 2x4x4 topology; the GPU texts follow XLA's printer, and what jaxlib 0.12 compiled ahead of time for eight H100.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.inspect._collectives import collectives_of_text

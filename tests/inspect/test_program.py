@@ -1,7 +1,5 @@
 """What `explain` and its like take: anything callable with its arguments, traced once, with a mesh from anywhere."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

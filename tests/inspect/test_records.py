@@ -1,13 +1,11 @@
 """The written view as values: its sums are those of its parts, and all of it can be written as JSON."""
 
-from __future__ import annotations
-
 import json
 import random
 
 import pytest
 
-from spmd.inspect._records import Boundary, Written, WrittenCollective
+from spmd.inspect import Boundary, Written, WrittenCollective
 
 
 def one(rng: random.Random) -> WrittenCollective:

@@ -1,12 +1,10 @@
 """Memory and time from few numbers, added up by hand."""
 
-from __future__ import annotations
-
 import pytest
 
 import spmd
-from spmd.inspect._records import Written
-from spmd.inspect._roofline import Memory, Time, memory_of
+from spmd.inspect import Memory, Time, Written
+from spmd.inspect._roofline import memory_of
 
 
 def test_what_is_donated_counts_once():

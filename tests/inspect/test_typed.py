@@ -1,7 +1,5 @@
 """What the user wrote by other means than a verb: types of Explicit axes, asynchronous scatters, partition rules."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What is fused, and what stands in memory."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """What the walk says of each equation: its text and line, loops and branches, what is moved around kernels, islands."""
 
-from __future__ import annotations
-
 import os
 
 import jax

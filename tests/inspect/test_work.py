@@ -1,7 +1,5 @@
 """Floating-point operations and memory traffic, against formulas."""
 
-from __future__ import annotations
-
 import math
 
 import jax

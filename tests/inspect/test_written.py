@@ -1,7 +1,5 @@
 """The written view against the compiled program: the same kinds, axes, bytes and counts, forward and backward."""
 
-from __future__ import annotations
-
 import os
 
 import jax

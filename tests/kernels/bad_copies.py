@@ -1,7 +1,5 @@
 """Copies that leave a kernel, or are carried in a loop, where another use of them pays for an invarying gather."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What a beginner writes: NumPy's and JAX's habits in a body that holds blocks."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,12 +8,14 @@ import spmd
 from tests.errors.registry import X, bad, body, fixed
 
 SAME = "b/dp d -> b/dp d"
+
+
 W = np.arange(64, dtype=np.float32).reshape(4, 16)
 
 
-@bad
-def rows_that_are_sliced(mesh):
-    body("b/dp d -> b d", lambda x: x[0:2], mesh)
+bad(
+    rows_that_are_sliced=lambda mesh: body("b/dp d -> b d", lambda x: x[0:2], mesh),
+)
 
 
 @bad
@@ -29,9 +29,9 @@ def rows_that_are_sliced_and_have_a_name_of_their_own_fixed(mesh):
     np.testing.assert_array_equal(body("b/dp d -> n d", rows, mesh), X[:2])
 
 
-@bad
-def a_block_that_is_flattened(mesh):
-    body("b/dp d/tp -> n", lambda x: x.reshape(-1), mesh, W)
+bad(
+    a_block_that_is_flattened=lambda mesh: body("b/dp d/tp -> n", lambda x: x.reshape(-1), mesh, W),
+)
 
 
 @fixed
@@ -43,19 +43,15 @@ def a_block_that_is_flattened_fixed(mesh):
     np.testing.assert_array_equal(body("b/dp d/tp -> n/dp", flat, mesh, W), W.ravel())
 
 
-@bad
-def a_block_that_is_flattened_and_said_to_be_divided(mesh):
-    body("b d/tp -> n/tp", lambda x: x.reshape(-1), mesh, W)
-
-
-@fixed
-def a_block_that_is_flattened_and_said_to_be_divided_fixed(mesh):
-    body("b d/tp -> (b d)", lambda x: spmd.all_gather(x, "b d/tp -> b d").reshape(-1), mesh, W)
-
-
-@bad
-def a_block_that_is_flattened_into_a_composite(mesh):
-    body("b/dp d/tp -> (b d)", lambda x: x.reshape(-1), mesh, W)
+bad(
+    a_block_that_is_flattened_and_said_to_be_divided=(
+        lambda mesh: body("b d/tp -> n/tp", lambda x: x.reshape(-1), mesh, W),
+        lambda mesh: body("b d/tp -> (b d)", lambda x: spmd.all_gather(x, "b d/tp -> b d").reshape(-1), mesh, W),
+    ),
+    a_block_that_is_flattened_into_a_composite=lambda mesh: body(
+        "b/dp d/tp -> (b d)", lambda x: x.reshape(-1), mesh, W
+    ),
+)
 
 
 @bad
@@ -90,39 +86,21 @@ def noise_of_numpy_fixed(mesh):
     np.testing.assert_allclose(out, X + jax.random.normal(key, X.shape), rtol=1e-6)
 
 
-@bad
-def a_list_in_place_of_an_array(mesh):
-    body(SAME, lambda x: x, mesh, X.tolist())
-
-
-@bad
-def layouts_between_semicolons(mesh):
-    body("b/dp d; d f -> b/dp f", lambda x, w: x @ w, mesh, X, X.T)
-
-
-@fixed
-def layouts_between_semicolons_fixed(mesh, fix):
-    np.testing.assert_allclose(body(fix(), lambda x, w: x @ w, mesh, X, X.T), X @ X.T, rtol=1e-5)
-
-
-@bad
-def an_old_key_as_a_scalar(mesh):
-    body("b/dp d, scalar -> b/dp d", lambda x, key: x, mesh, X, jax.random.PRNGKey(0))
-
-
-@bad
-def reduce_with_its_operation_first(mesh):
-    body("b/dp d -> b/dp", lambda x: spmd.reduce(x, "mean", "b/dp d -> b/dp"), mesh)
-
-
-@fixed
-def reduce_with_its_operation_first_fixed(mesh, fix):
-    np.testing.assert_allclose(body("b/dp d -> b/dp", lambda x: fix(x=x), mesh), X.mean(1))
-
-
-@bad
-def an_if_on_a_value(mesh):
-    body(SAME, lambda x: x if spmd.reduce(x, "b/dp d -> scalar") > 0 else -x, mesh)
+bad(
+    a_list_in_place_of_an_array=lambda mesh: body(SAME, lambda x: x, mesh, X.tolist()),
+    layouts_between_semicolons=(
+        lambda mesh: body("b/dp d; d f -> b/dp f", lambda x, w: x @ w, mesh, X, X.T),
+        lambda mesh, fix: np.testing.assert_allclose(body(fix(), lambda x, w: x @ w, mesh, X, X.T), X @ X.T, rtol=1e-5),
+    ),
+    an_old_key_as_a_scalar=lambda mesh: body(
+        "b/dp d, scalar -> b/dp d", lambda x, key: x, mesh, X, jax.random.PRNGKey(0)
+    ),
+    reduce_with_its_operation_first=(
+        lambda mesh: body("b/dp d -> b/dp", lambda x: spmd.reduce(x, "mean", "b/dp d -> b/dp"), mesh),
+        lambda mesh, fix: np.testing.assert_allclose(body("b/dp d -> b/dp", lambda x: fix(x=x), mesh), X.mean(1)),
+    ),
+    an_if_on_a_value=lambda mesh: body(SAME, lambda x: x if spmd.reduce(x, "b/dp d -> scalar") > 0 else -x, mesh),
+)
 
 
 @fixed

@@ -1,7 +1,5 @@
 """Axes that a kernel cannot leave to the compiler."""
 
-from __future__ import annotations
-
 import jax
 from jax.sharding import AxisType
 
@@ -13,24 +11,12 @@ def scaled(mesh, pattern="b d/tp -> b d/tp", **options):
     return spmd.kernel(pattern, mesh=mesh, **options)(lambda x: 2 * x)(X)
 
 
-@bad
-def an_axis_left_that_the_mesh_lacks(mesh):
-    scaled(mesh, auto="db")
-
-
-@bad
-def every_axis_left(mesh):
-    scaled(mesh, "b d -> b d", auto=("dp", "tp"))
-
-
-@bad
-def an_axis_left_and_named(mesh):
-    scaled(mesh, auto="tp")
-
-
-@bad
-def an_axis_left_by_a_number(mesh):
-    scaled(mesh, auto=2)
+bad(
+    an_axis_left_that_the_mesh_lacks=lambda mesh: scaled(mesh, auto="db"),
+    every_axis_left=lambda mesh: scaled(mesh, "b d -> b d", auto=("dp", "tp")),
+    an_axis_left_and_named=lambda mesh: scaled(mesh, auto="tp"),
+    an_axis_left_by_a_number=lambda mesh: scaled(mesh, auto=2),
+)
 
 
 @bad

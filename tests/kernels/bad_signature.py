@@ -1,7 +1,5 @@
 """Wrong kernels: their patterns, arguments, sizes, mappings and statics."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,79 +13,27 @@ from tests.errors.registry import V, X, bad, body, fixed
 SAME = "b/dp d -> b/dp d"
 
 
-@bad
-def function_before_pattern(mesh):
-    spmd.kernel(lambda x: x)
-
-
-@bad
-def kernel_without_layouts(mesh):
-    spmd.kernel(mesh=mesh)(lambda x: x)
-
-
-@bad
-def pattern_and_layouts(mesh):
-    spmd.kernel("b -> b", in_layouts="b", out_layouts="b", mesh=mesh)(lambda x: x)
-
-
-@bad
-def pattern_without_arrow(mesh):
-    spmd.kernel("b/dp d", mesh=mesh)(lambda x: x)
-
-
-@bad
-def names_without_spaces(mesh):
-    body("bd,df->bf", lambda x, w: x @ w, mesh, X, X.T)
-
-
-@fixed
-def names_without_spaces_fixed(mesh, fix):
-    np.testing.assert_allclose(body(fix(), lambda x, w: x @ w, mesh, X, X.T), X @ X.T, rtol=1e-5)
-
-
-@bad
-def axis_used_twice(mesh):
-    spmd.kernel("b/dp d/dp -> b/dp", mesh=mesh)(lambda x: x)
-
-
-@bad
-def f_string_braces(mesh):
-    spmd.kernel("b/{axis} d -> d", mesh=mesh)(lambda x: x)
-
-
-@bad
-def too_few_layouts(mesh):
-    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x, y: x)
-
-
-@bad
-def argument_missing(mesh):
-    spmd.kernel("b/dp d, d -> b/dp d", mesh=mesh)(lambda x, w: x)(X)
-
-
-@bad
-def unknown_mesh_axis(mesh):
-    body("b/pd d -> b/pd d", lambda x: x, mesh)
-
-
-@fixed
-def unknown_mesh_axis_fixed(mesh, fix):
-    np.testing.assert_array_equal(body(fix(), lambda x: x, mesh), X)
-
-
-@bad
-def no_mesh(mesh):
-    spmd.kernel("b/dp d -> b/dp d")(lambda x: x)(X)
-
-
-@bad
-def rank_of_an_argument(mesh):
-    body("b/dp s d -> b/dp s d", lambda x: x, mesh)
-
-
-@bad
-def indivisible_argument(mesh):
-    body("b/tp d -> b/tp d", lambda x: x, mesh, X[:6])
+bad(
+    function_before_pattern=lambda mesh: spmd.kernel(lambda x: x),
+    kernel_without_layouts=lambda mesh: spmd.kernel(mesh=mesh)(lambda x: x),
+    pattern_and_layouts=lambda mesh: spmd.kernel("b -> b", in_layouts="b", out_layouts="b", mesh=mesh)(lambda x: x),
+    pattern_without_arrow=lambda mesh: spmd.kernel("b/dp d", mesh=mesh)(lambda x: x),
+    names_without_spaces=(
+        lambda mesh: body("bd,df->bf", lambda x, w: x @ w, mesh, X, X.T),
+        lambda mesh, fix: np.testing.assert_allclose(body(fix(), lambda x, w: x @ w, mesh, X, X.T), X @ X.T, rtol=1e-5),
+    ),
+    axis_used_twice=lambda mesh: spmd.kernel("b/dp d/dp -> b/dp", mesh=mesh)(lambda x: x),
+    f_string_braces=lambda mesh: spmd.kernel("b/{axis} d -> d", mesh=mesh)(lambda x: x),
+    too_few_layouts=lambda mesh: spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x, y: x),
+    argument_missing=lambda mesh: spmd.kernel("b/dp d, d -> b/dp d", mesh=mesh)(lambda x, w: x)(X),
+    unknown_mesh_axis=(
+        lambda mesh: body("b/pd d -> b/pd d", lambda x: x, mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body(fix(), lambda x: x, mesh), X),
+    ),
+    no_mesh=lambda mesh: spmd.kernel("b/dp d -> b/dp d")(lambda x: x)(X),
+    rank_of_an_argument=lambda mesh: body("b/dp s d -> b/dp s d", lambda x: x, mesh),
+    indivisible_argument=lambda mesh: body("b/tp d -> b/tp d", lambda x: x, mesh, X[:6]),
+)
 
 
 @fixed
@@ -96,74 +42,34 @@ def indivisible_argument_fixed(mesh):
     np.testing.assert_array_equal(body("b/tp d -> b/tp d", lambda x: x, mesh, padded), padded)
 
 
-@bad
-def two_indivisible_arguments(mesh):
-    body("b/tp d, e/tp -> b/tp d", lambda x, y: x, mesh, X[:6], V[:7])
-
-
-@bad
-def sizes_that_contradict(mesh):
-    body("b d, d -> b d", lambda x, w: x * w[None], mesh, X, V)
-
-
-@bad
-def divided_factor_of_a_composite(mesh):
-    body("b (h k)/tp -> b (h k)/tp", lambda x: x, mesh, np.ones((2, 24), np.float32), h=6)
-
-
-@bad
-def several_factors_at_the_boundary(mesh):
-    body("(b/dp s/tp) -> (b/dp s/tp)", lambda x: x, mesh, V)
-
-
-@bad
-def partial_sum_in_a_signature(mesh):
-    body("b/dp d -> d {U:dp}", lambda x: reduce(x, "b/dp d -> d {U:dp}"), mesh)
-
-
-@bad
-def results_of_another_structure(mesh):
-    body("b/dp d -> b/dp d, scalar", lambda x: x, mesh)
-
-
-@bad
-def result_of_another_layout(mesh):
-    body("b/dp d -> b d/dp", lambda x: x, mesh)
-
-
-@fixed
-def result_of_another_layout_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X)
-
-
-@bad
-def static_that_is_no_argument(mesh):
-    spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="casual")(lambda x, causal: x)
-
-
-@bad
-def unhashable_static(mesh):
-    spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="sizes")(lambda x, sizes: x)(X, [1])
-
-
-@bad
-def bare_name_without_a_rule(mesh):
-    body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp"})
-
-
-@fixed
-def bare_name_without_a_rule_fixed(mesh):
-    np.testing.assert_array_equal(body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": None}), X)
-
-
-@bad
-def unused_rule(mesh):
-    body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": None, "mlpp": "tp"})
-
-
-@bad
-def two_names_on_one_axis(mesh):
-    body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": "dp"})
+bad(
+    two_indivisible_arguments=lambda mesh: body("b/tp d, e/tp -> b/tp d", lambda x, y: x, mesh, X[:6], V[:7]),
+    sizes_that_contradict=lambda mesh: body("b d, d -> b d", lambda x, w: x * w[None], mesh, X, V),
+    divided_factor_of_a_composite=lambda mesh: body(
+        "b (h k)/tp -> b (h k)/tp", lambda x: x, mesh, np.ones((2, 24), np.float32), h=6
+    ),
+    several_factors_at_the_boundary=lambda mesh: body("(b/dp s/tp) -> (b/dp s/tp)", lambda x: x, mesh, V),
+    partial_sum_in_a_signature=lambda mesh: body("b/dp d -> d {U:dp}", lambda x: reduce(x, "b/dp d -> d {U:dp}"), mesh),
+    results_of_another_structure=lambda mesh: body("b/dp d -> b/dp d, scalar", lambda x: x, mesh),
+    result_of_another_layout=(
+        lambda mesh: body("b/dp d -> b d/dp", lambda x: x, mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body("b/dp d -> b d/dp", lambda x: fix(x=x), mesh), X),
+    ),
+    static_that_is_no_argument=lambda mesh: spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="casual")(
+        lambda x, causal: x
+    ),
+    unhashable_static=lambda mesh: spmd.kernel("b/dp d -> b/dp d", mesh=mesh, static="sizes")(lambda x, sizes: x)(
+        X, [1]
+    ),
+    bare_name_without_a_rule=(
+        lambda mesh: body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp"}),
+        lambda mesh: np.testing.assert_array_equal(
+            body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": None}), X
+        ),
+    ),
+    unused_rule=lambda mesh: body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": None, "mlpp": "tp"}),
+    two_names_on_one_axis=lambda mesh: body("b d -> b d", lambda x: x, mesh, mapping={"b": "dp", "d": "dp"}),
+)
 
 
 @bad
@@ -178,19 +84,11 @@ def argument_lies_elsewhere_fixed(mesh):
     np.testing.assert_array_equal(body("b/dp d -> b/dp d", lambda x: x, mesh, x, boundary="error"), X)
 
 
-@bad
-def abstract_mesh_called(mesh):
-    body("b/dp d -> b/dp d", lambda x: x, spmd.make_mesh(dp=2, abstract=True))
-
-
-@bad
-def size_of_a_name_that_nothing_uses(mesh):
-    body("b/dp d -> b/dp d", lambda x: x, mesh, bb=8)
-
-
-@bad
-def renamed_axis_that_nothing_uses(mesh):
-    body("b/dp d -> b/dp d", lambda x: x, mesh, axes={"ddp": "tp"})
+bad(
+    abstract_mesh_called=lambda mesh: body("b/dp d -> b/dp d", lambda x: x, spmd.make_mesh(dp=2, abstract=True)),
+    size_of_a_name_that_nothing_uses=lambda mesh: body("b/dp d -> b/dp d", lambda x: x, mesh, bb=8),
+    renamed_axis_that_nothing_uses=lambda mesh: body("b/dp d -> b/dp d", lambda x: x, mesh, axes={"ddp": "tp"}),
+)
 
 
 @bad
@@ -199,24 +97,12 @@ def layers_of_unequal_sizes(mesh):
     spmd.kernel(in_layouts=("d f",), out_layouts="scalar", mesh=mesh)(lambda w: w["first"]["w"].sum())(layers)
 
 
-@bad
-def structs_instead_of_arrays(mesh):
-    body(SAME, lambda x: x, mesh, jax.ShapeDtypeStruct((8, 4), jnp.float32))
-
-
-@bad
-def string_for_axes(mesh):
-    spmd.kernel(SAME, mesh=mesh, axes="dp")(lambda x: x)
-
-
-@bad
-def number_for_static(mesh):
-    spmd.kernel(SAME, mesh=mesh, static=1)(lambda x, causal: x)
-
-
-@bad
-def an_argument_of_strings(mesh):
-    body(SAME, lambda x: x, mesh, np.array([["a", "b"]]))
+bad(
+    structs_instead_of_arrays=lambda mesh: body(SAME, lambda x: x, mesh, jax.ShapeDtypeStruct((8, 4), jnp.float32)),
+    string_for_axes=lambda mesh: spmd.kernel(SAME, mesh=mesh, axes="dp")(lambda x: x),
+    number_for_static=lambda mesh: spmd.kernel(SAME, mesh=mesh, static=1)(lambda x, causal: x),
+    an_argument_of_strings=lambda mesh: body(SAME, lambda x: x, mesh, np.array([["a", "b"]])),
+)
 
 
 @bad
@@ -246,9 +132,9 @@ def kernel_under_a_mapping_without_the_name_fixed(mesh):
             assert (body("bacth embed -> bacth embed", lambda x: 2 * x, mesh) == 2 * X).all()
 
 
-@bad
-def three_results_for_one_layout(mesh):
-    body("b/dp d -> b/dp d", lambda x: (x, x.sum(1), x.max(1)), mesh)
+bad(
+    three_results_for_one_layout=lambda mesh: body("b/dp d -> b/dp d", lambda x: (x, x.sum(1), x.max(1)), mesh),
+)
 
 
 @fixed
@@ -257,14 +143,10 @@ def three_results_for_one_layout_fixed(mesh):
     np.testing.assert_allclose(out[1], X.sum(1))
 
 
-@bad
-def two_results_for_three_layouts(mesh):
-    body("b/dp d -> b/dp d, b/dp, b/dp", lambda x: (x, x.sum(1)), mesh)
-
-
-@bad
-def a_shape_for_an_array(mesh):
-    spmd.check(spmd.kernel(SAME, mesh=mesh)(lambda x: x), X.shape)
+bad(
+    two_results_for_three_layouts=lambda mesh: body("b/dp d -> b/dp d, b/dp, b/dp", lambda x: (x, x.sum(1)), mesh),
+    a_shape_for_an_array=lambda mesh: spmd.check(spmd.kernel(SAME, mesh=mesh)(lambda x: x), X.shape),
+)
 
 
 @fixed
@@ -283,29 +165,19 @@ def sgd_with_momentum(mesh, layouts_of_state):
     return spmd.kernel(**layouts, mesh=mesh)(step)(params, state)
 
 
-@bad
-def an_optimizer_state_under_the_layouts_of_its_parameters(mesh):
-    sgd_with_momentum(mesh, lambda state, params, layouts: layouts)
-
-
-@fixed
-def an_optimizer_state_under_the_layouts_of_its_parameters_fixed(mesh):
-    np.testing.assert_allclose(sgd_with_momentum(mesh, spmd.parallel.state_layouts)["w"], X / 2)
-
-
-@bad
-def specs_in_place_of_layouts(mesh):
-    spmd.kernel(in_specs=(P("dp", "tp"), P(("tp", "dp"))), out_specs=P(None, "tp"), mesh=mesh)(lambda x, w: x)
-
-
-@bad
-def specs_in_containers(mesh):
-    spmd.kernel(in_specs=({"w": P("dp")},), out_specs=P("dp"), mesh=mesh)(lambda tree: tree["w"])
-
-
-@bad
-def specs_as_layouts(mesh):
-    spmd.kernel(in_layouts=(P("dp"),), out_layouts=P("dp"), mesh=mesh)(lambda x: x)(X)
+bad(
+    an_optimizer_state_under_the_layouts_of_its_parameters=(
+        lambda mesh: sgd_with_momentum(mesh, lambda state, params, layouts: layouts),
+        lambda mesh: np.testing.assert_allclose(sgd_with_momentum(mesh, spmd.parallel.state_layouts)["w"], X / 2),
+    ),
+    specs_in_place_of_layouts=lambda mesh: spmd.kernel(
+        in_specs=(P("dp", "tp"), P(("tp", "dp"))), out_specs=P(None, "tp"), mesh=mesh
+    )(lambda x, w: x),
+    specs_in_containers=lambda mesh: spmd.kernel(in_specs=({"w": P("dp")},), out_specs=P("dp"), mesh=mesh)(
+        lambda tree: tree["w"]
+    ),
+    specs_as_layouts=lambda mesh: spmd.kernel(in_layouts=(P("dp"),), out_layouts=P("dp"), mesh=mesh)(lambda x: x)(X),
+)
 
 
 @fixed
@@ -332,11 +204,9 @@ def method_with_a_layout_less_fixed(mesh):
     np.testing.assert_array_equal(Scale().scaled(X), 2 * X)
 
 
-@bad
-def batch_of_one(mesh):
-    body("b/dp d -> b/dp d", lambda x: 2 * x, mesh, X[:1])
-
-
-@fixed
-def batch_of_one_fixed(mesh):
-    np.testing.assert_array_equal(body("b d -> b d", lambda x: 2 * x, mesh, X[:1]), 2 * X[:1])
+bad(
+    batch_of_one=(
+        lambda mesh: body("b/dp d -> b/dp d", lambda x: 2 * x, mesh, X[:1]),
+        lambda mesh: np.testing.assert_array_equal(body("b d -> b d", lambda x: 2 * x, mesh, X[:1]), 2 * X[:1]),
+    ),
+)

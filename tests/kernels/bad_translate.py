@@ -1,7 +1,5 @@
 """Wrong loops, branches and raw JAX in a kernel, whose errors are told again."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,9 +25,9 @@ def typed(x):
     return pallas_call(x, jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind))
 
 
-@bad
-def pallas_call_without_a_type(mesh):
-    body(SAME, lambda x: spmd.opaque(pallas_call, SAME)(x), mesh)
+bad(
+    pallas_call_without_a_type=lambda mesh: body(SAME, lambda x: spmd.opaque(pallas_call, SAME)(x), mesh),
+)
 
 
 @fixed
@@ -40,9 +38,9 @@ def pallas_call_without_a_type_fixed(mesh, fix):
         np.testing.assert_array_equal(run(X), 2 * X)
 
 
-@bad
-def pallas_call_without_a_type_or_a_wrapper(mesh):
-    body(SAME, pallas_call, mesh)
+bad(
+    pallas_call_without_a_type_or_a_wrapper=lambda mesh: body(SAME, pallas_call, mesh),
+)
 
 
 @fixed
@@ -51,14 +49,12 @@ def pallas_call_without_a_type_or_a_wrapper_fixed(mesh, fix):
     np.testing.assert_array_equal(body(SAME, wrapped, mesh), 2 * X)
 
 
-@bad
-def pallas_call_that_is_interpreted(mesh):
-    spmd.kernel(SAME, mesh=mesh)(typed).trace(X)
-
-
-@bad
-def raw_branches_of_two_types(mesh):
-    body(SAME, lambda x: jax.lax.cond(True, lambda: x, lambda: jnp.zeros((4, 4))), mesh)
+bad(
+    pallas_call_that_is_interpreted=lambda mesh: spmd.kernel(SAME, mesh=mesh)(typed).trace(X),
+    raw_branches_of_two_types=lambda mesh: body(
+        SAME, lambda x: jax.lax.cond(True, lambda: x, lambda: jnp.zeros((4, 4))), mesh
+    ),
+)
 
 
 @fixed
@@ -102,23 +98,15 @@ def carry_of_another_type_fixed(mesh):
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), X.sum(0))
 
 
-@bad
-def raw_collective_with_a_typo(mesh):
-    body("b/dp d -> b/dp d", lambda x: x + jax.lax.psum(x, "typo"), mesh)
-
-
-@bad
-def raw_collective_in_auto_mode(mesh):
-    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x + jax.lax.psum(x.sum(), "dp")).auto(X)
-
-
-@bad
-def sum_over_an_axis_along_which_a_value_is_equal(mesh):
-    body("b/dp d -> scalar", lambda x: jax.lax.psum(x.sum(), ("dp", "tp")), mesh)
-
-
-@fixed
-def sum_over_an_axis_along_which_a_value_is_equal_fixed(mesh):
-    np.testing.assert_allclose(
-        body("b/dp d -> scalar", lambda x: jax.lax.psum(x.sum(), "dp"), mesh), X.sum(), rtol=1e-5
-    )
+bad(
+    raw_collective_with_a_typo=lambda mesh: body("b/dp d -> b/dp d", lambda x: x + jax.lax.psum(x, "typo"), mesh),
+    raw_collective_in_auto_mode=lambda mesh: spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(
+        lambda x: x + jax.lax.psum(x.sum(), "dp")
+    ).auto(X),
+    sum_over_an_axis_along_which_a_value_is_equal=(
+        lambda mesh: body("b/dp d -> scalar", lambda x: jax.lax.psum(x.sum(), ("dp", "tp")), mesh),
+        lambda mesh: np.testing.assert_allclose(
+            body("b/dp d -> scalar", lambda x: jax.lax.psum(x.sum(), "dp"), mesh), X.sum(), rtol=1e-5
+        ),
+    ),
+)

@@ -1,7 +1,5 @@
 """The layer that the tests of kernels call."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kernels.harness import layer_on

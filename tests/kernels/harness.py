@@ -1,7 +1,5 @@
 """What the tests of kernels share: numbers, one layer as a kernel and in plain JAX, and how results are compared."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

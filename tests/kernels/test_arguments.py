@@ -1,7 +1,5 @@
 """Arguments that lie elsewhere are brought where the plan can use them."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

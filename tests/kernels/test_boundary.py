@@ -1,7 +1,5 @@
 """Arguments that lie anywhere: what a call moves, what `boundary="error"` refuses, what `vmap` gathers."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

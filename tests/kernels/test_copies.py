@@ -1,7 +1,5 @@
 """Gathers that become invarying by themselves: numbers, gradients, what is sent, and where that is refused."""
 
-from __future__ import annotations
-
 import functools
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Who gives a donated buffer away: a call from Python, and nobody who is being traced."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

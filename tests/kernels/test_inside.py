@@ -1,7 +1,5 @@
 """Kernels inside the user's own shard_map, and kernels inside other kernels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Kernels are functions: pickled and copied by name; and they let go of what they were called with."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

@@ -1,7 +1,5 @@
 """`kernel(..., auto="dp")`: explicit over some axes, while the others stay with the compiler, as `axis_names=` does."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

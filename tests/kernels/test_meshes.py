@@ -1,7 +1,5 @@
 """Any mesh that a user brings, and arguments that lie anywhere."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax

@@ -1,7 +1,5 @@
 """Modes and mappings: what retraces, and what one body means under several."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """A kernel made ready: on every type of mesh, in every mode, with the keywords and marks that it has."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

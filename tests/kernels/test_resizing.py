@@ -1,7 +1,5 @@
 """The sizes of a kernel's names, read and made other ones."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 import spmd

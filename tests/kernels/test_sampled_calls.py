@@ -1,7 +1,5 @@
 """Sampled calls: a mesh of any types of axes, an argument held anywhere, any ambient mesh, mode and transformation."""
 
-from __future__ import annotations
-
 import contextlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The names of a signature bound to global sizes; tests/language/test_sizes.py has the rules of binding."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.errors import LayoutError, SizeError

@@ -1,7 +1,5 @@
 """Kernels under JAX's transformations, over closures, and with donated buffers."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 

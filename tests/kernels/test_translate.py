@@ -1,7 +1,5 @@
 """Errors in a body: the user's own stay as they are, and ours name the layer that was called."""
 
-from __future__ import annotations
-
 import contextlib
 import traceback
 
@@ -14,7 +12,25 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import errors, nn
 from spmd.kernels import _kernel
-from tests.kernels.test_messages import ROWS, identity, mesh, on, run
+
+ROWS = "b/dp d -> b/dp d"
+
+
+def mesh(**axes):
+    return spmd.make_mesh(**(axes or {"dp": 2, "tp": 4}))
+
+
+def on(*shapes):
+    return [np.ones(shape, np.float32) for shape in shapes]
+
+
+def run(pattern, body, *shapes):
+    return spmd.kernel(pattern, mesh=mesh())(body)(*on(*shapes))
+
+
+def identity(x):
+    return x
+
 
 # --- layers of the library ------------------------------------------------------------------------------------
 

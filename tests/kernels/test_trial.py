@@ -1,7 +1,5 @@
 """What numbers say of a kernel at its first call, where types suspect something."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

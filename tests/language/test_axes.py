@@ -1,7 +1,5 @@
 """Mesh axes in calls, products and messages."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.errors import MeshError

@@ -1,7 +1,5 @@
 """Layouts, patterns and mappings in a notebook: each part of a string, in words."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The binder of sizes: what shapes say, where each size came from, and faults that are the same wherever they are met."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import pytest
 

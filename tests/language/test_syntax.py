@@ -1,7 +1,5 @@
 """Dimensions as values: how they are written, and which of them no string could say."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.errors import LayoutError

@@ -1,7 +1,5 @@
 """From a string to tokens and back, and what is said of characters that do not belong to the language."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.errors import LayoutError

@@ -1,7 +1,5 @@
 """Which verb takes one layout to another."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.language import Layout, factors_of, verb_for

@@ -9,8 +9,6 @@
 It ends with 1 if fewer are noticed than tests/mutants/table.py promises, or a program whose numbers stay is refused.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import random

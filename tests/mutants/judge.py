@@ -1,7 +1,5 @@
 """What becomes of a mutant: rejected while it is traced, other numbers, and who finds that."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

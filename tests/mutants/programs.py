@@ -1,7 +1,5 @@
 """Correct programs, whose collectives are changed one by one."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ def place() -> Place | None:
             if file.startswith(OWN_WORK) or "transpose" in code.co_name:
                 return None
         elif file.startswith(PROGRAMS) and file not in MACHINERY:
-            return Place(file, frame.f_lineno, code.co_qualname, frame.f_lasti)
+            name = re.sub("^<lambda>", "_", code.co_qualname)  # in the tables a function without a name is _
+            return Place(file, frame.f_lineno, name, frame.f_lasti)
         frame = frame.f_back
     return None
 

@@ -1,7 +1,5 @@
 """The verdicts in tables: how many mutants of each kind are noticed, and by what."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """A seeded sample of mutants; and proof that a change is what a user would have written, there and nowhere else."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

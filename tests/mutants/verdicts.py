@@ -5,8 +5,6 @@ another mesh shows it. A mutant has the name of its function and not its line, w
 of several calls in one function, in order.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import textwrap

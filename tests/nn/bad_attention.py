@@ -18,19 +18,17 @@ def run(mesh, body, signature=HEADS, q=(2, 8, 4, 2), k=(2, 8, 2, 2)):
     return spmd.kernel(signature, mesh=mesh)(body)(jnp.ones(q), jnp.ones(k))
 
 
-@bad
-def key_heads_that_serve_unequally(mesh):
-    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k), q=(2, 8, 5, 2))
-
-
-@bad
-def causal_and_not_as_many_queries(mesh):
-    run(mesh, lambda q, k: nn.dot_product_attention(q[:, :3], k, k, causal=True))
-
-
-@bad
-def a_soft_cap_in_a_kernel_without(mesh):
-    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, softcap=5.0, implementation="cudnn"))
+bad(
+    key_heads_that_serve_unequally=lambda mesh: run(
+        mesh, lambda q, k: nn.dot_product_attention(q, k, k), q=(2, 8, 5, 2)
+    ),
+    causal_and_not_as_many_queries=lambda mesh: run(
+        mesh, lambda q, k: nn.dot_product_attention(q[:, :3], k, k, causal=True)
+    ),
+    a_soft_cap_in_a_kernel_without=lambda mesh: run(
+        mesh, lambda q, k: nn.dot_product_attention(q, k, k, softcap=5.0, implementation="cudnn")
+    ),
+)
 
 
 @fixed
@@ -51,19 +49,13 @@ def a_kernel_for_other_dtypes_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.ones((2, 8, 4, 2)), rtol=1e-6)
 
 
-@bad
-def a_mask_that_is_added(mesh):
-    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, mask=jnp.zeros((8, 8)), causal=True))
-
-
-@bad
-def a_window_of_nothing(mesh):
-    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, window=0, causal=True))
-
-
-@bad
-def a_mask_with_half_a_window(mesh):
-    nn.attention_mask((jnp.arange(4), jnp.arange(4)), window=1.5)
+bad(
+    a_mask_that_is_added=lambda mesh: run(
+        mesh, lambda q, k: nn.dot_product_attention(q, k, k, mask=jnp.zeros((8, 8)), causal=True)
+    ),
+    a_window_of_nothing=lambda mesh: run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, window=0, causal=True)),
+    a_mask_with_half_a_window=lambda mesh: nn.attention_mask((jnp.arange(4), jnp.arange(4)), window=1.5),
+)
 
 
 @bad
@@ -72,9 +64,9 @@ def decoding_with_a_flat_cap(mesh):
     run(mesh, cached)
 
 
-@bad
-def key_heads_somehow(mesh):
-    run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, kv_heads="hole"))
+bad(
+    key_heads_somehow=lambda mesh: run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, kv_heads="hole")),
+)
 
 
 @bad
@@ -97,19 +89,13 @@ def a_layer_with_positions_that_turn_nothing(mesh):
     spmd.kernel("b s d, d h k -> b s d", mesh=mesh)(body)(jnp.ones((2, 8, 3)), jnp.ones((3, 4, 2)))
 
 
-@bad
-def more_turns_than_features(mesh):
-    nn.rotary_embedding(jnp.ones((2, 3, 4)), jnp.arange(2), nn.rotary_frequencies(6))
-
-
-@bad
-def an_odd_number_of_features(mesh):
-    nn.rotary_frequencies(7)
-
-
-@bad
-def an_unknown_scaling(mesh):
-    nn.rotary_frequencies(8, scaling="lama3")
+bad(
+    more_turns_than_features=lambda mesh: nn.rotary_embedding(
+        jnp.ones((2, 3, 4)), jnp.arange(2), nn.rotary_frequencies(6)
+    ),
+    an_odd_number_of_features=lambda mesh: nn.rotary_frequencies(7),
+    an_unknown_scaling=lambda mesh: nn.rotary_frequencies(8, scaling="lama3"),
+)
 
 
 @bad

@@ -1,7 +1,5 @@
 """Linear layers, embeddings and norms that are given what does not fit."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,18 +8,20 @@ import spmd
 from tests.errors.registry import X, bad, body, fixed
 
 I, KEY = np.arange(8), jax.random.key(0)
+
+
 W = np.arange(64, dtype=np.float32).reshape(4, 16)
 
 
-@bad
-def column_linear_of_a_vector(mesh):
-    body("b/dp d, d -> b/dp d", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X[0])
-
-
-@bad
-def column_linear_of_a_whole_weight(mesh):
-    """A weight that lies whole, said to be divided."""
-    body("b/dp d, d f -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X.T)
+bad(
+    column_linear_of_a_vector=lambda mesh: body(
+        "b/dp d, d -> b/dp d", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X[0]
+    ),
+    # A weight that lies whole, said to be divided.
+    column_linear_of_a_whole_weight=lambda mesh: body(
+        "b/dp d, d f -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w, tp="tp"), mesh, X, X.T
+    ),
+)
 
 
 @fixed
@@ -30,9 +30,11 @@ def column_linear_of_a_whole_weight_fixed(mesh, fix):
     np.testing.assert_allclose(out, X @ X.T)
 
 
-@bad
-def row_linear_of_too_few_dimensions(mesh):
-    body("d, h k d -> d", lambda x, w: spmd.nn.row_linear(x, w), mesh, X[0], X.reshape(2, 4, 4))
+bad(
+    row_linear_of_too_few_dimensions=lambda mesh: body(
+        "d, h k d -> d", lambda x, w: spmd.nn.row_linear(x, w), mesh, X[0], X.reshape(2, 4, 4)
+    ),
+)
 
 
 @bad
@@ -49,10 +51,12 @@ def column_linear_of_a_whole_bias_fixed(mesh, fix):
     np.testing.assert_allclose(out, X @ X.T + X[:, 0])
 
 
-@bad
-def row_linear_of_half_a_bias(mesh):
-    """A bias for other outputs."""
-    body("b f/tp, f/tp d, e -> b d", lambda x, w, b: spmd.nn.row_linear(x, w, b, tp="tp"), mesh, X, X.T, X[:2, 0])
+bad(
+    # A bias for other outputs.
+    row_linear_of_half_a_bias=lambda mesh: body(
+        "b f/tp, f/tp d, e -> b d", lambda x, w, b: spmd.nn.row_linear(x, w, b, tp="tp"), mesh, X, X.T, X[:2, 0]
+    ),
+)
 
 
 @bad
@@ -77,14 +81,12 @@ def attention_layer_at_positions_of_a_shard(mesh):
     body("s/tp d, d h k, h k d -> s/tp d", layer, mesh, X, np.ones((4, 2, 4), "f4"), np.ones((2, 4, 4), "f4"))
 
 
-@bad
-def qkv_linear_of_a_matrix(mesh):
-    body("b/dp d, d f -> b/dp f", lambda x, w: spmd.nn.qkv_linear(x, w)[0], mesh, X, X.T)
-
-
-@bad
-def gated_mlp_of_one_matrix(mesh):
-    body("b/dp d, d f, f d -> b/dp d", spmd.nn.gated_mlp, mesh, X, X.T, X)
+bad(
+    qkv_linear_of_a_matrix=lambda mesh: body(
+        "b/dp d, d f -> b/dp f", lambda x, w: spmd.nn.qkv_linear(x, w)[0], mesh, X, X.T
+    ),
+    gated_mlp_of_one_matrix=lambda mesh: body("b/dp d, d f, f d -> b/dp d", spmd.nn.gated_mlp, mesh, X, X.T, X),
+)
 
 
 @fixed
@@ -93,15 +95,15 @@ def gated_mlp_of_one_matrix_fixed(mesh):
     body("b/dp d, d f, f d -> b/dp d", gated, mesh, X, X.T, X)
 
 
-@bad
-def embedding_over_rows(mesh):
-    body("s, v/tp d -> s d", lambda i, e: spmd.nn.embedding(i, e, over="rows", tp="tp"), mesh, I, X)
-
-
-@bad
-def embedding_of_divided_ids(mesh):
-    """Ids divided over the axis of the vocabulary."""
-    body("s/tp, v/tp d -> s/tp d", lambda i, e: spmd.nn.embedding(i, e, tp="tp", sp="tp"), mesh, I, X)
+bad(
+    embedding_over_rows=lambda mesh: body(
+        "s, v/tp d -> s d", lambda i, e: spmd.nn.embedding(i, e, over="rows", tp="tp"), mesh, I, X
+    ),
+    # Ids divided over the axis of the vocabulary.
+    embedding_of_divided_ids=lambda mesh: body(
+        "s/tp, v/tp d -> s/tp d", lambda i, e: spmd.nn.embedding(i, e, tp="tp", sp="tp"), mesh, I, X
+    ),
+)
 
 
 @fixed
@@ -110,9 +112,11 @@ def embedding_of_divided_ids_fixed(mesh, fix):
     np.testing.assert_array_equal(body("s/tp, v/tp d -> s/tp d", fn, mesh, I, X), X[I])
 
 
-@bad
-def norm_of_a_scale_that_rests_divided(mesh):
-    body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, scale), mesh, X, X[0])
+bad(
+    norm_of_a_scale_that_rests_divided=lambda mesh: body(
+        "b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.rms_norm(x, scale), mesh, X, X[0]
+    ),
+)
 
 
 @fixed
@@ -122,10 +126,12 @@ def norm_of_a_scale_that_rests_divided_fixed(mesh):
     np.testing.assert_allclose(out, X / np.sqrt((X**2).mean(1, keepdims=True)) * X[0], rtol=1e-5)
 
 
-@bad
-def column_linear_without_its_keyword(mesh):
-    """A gather of the weight would be accepted, and would send more than the layer, which sends nothing."""
-    body("b/dp d, d f/tp -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w), mesh, X, W)
+bad(
+    # A gather of the weight would be accepted, and would send more than the layer, which sends nothing.
+    column_linear_without_its_keyword=lambda mesh: body(
+        "b/dp d, d f/tp -> b/dp f/tp", lambda x, w: spmd.nn.column_linear(x, w), mesh, X, W
+    ),
+)
 
 
 @fixed
@@ -152,6 +158,8 @@ def column_linear_of_a_weight_at_rest(mesh):
     body("b/dp d, d/dp f/tp -> b/dp f/tp", fn, mesh, X, W)
 
 
-@bad
-def norm_of_half_a_scale(mesh):
-    body("b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.layer_norm(x, scale * 2), mesh, X, X[0])
+bad(
+    norm_of_half_a_scale=lambda mesh: body(
+        "b/dp d, d/dp -> b/dp d", lambda x, scale: spmd.nn.layer_norm(x, scale * 2), mesh, X, X[0]
+    ),
+)

@@ -1,7 +1,5 @@
 """Losses and dropout that are given what does not fit."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 
@@ -17,19 +15,11 @@ def loss(mesh, **options):
     body("b/dp v/tp, b/dp -> scalar", fn, mesh, X, np.zeros(8, dtype))
 
 
-@bad
-def cross_entropy_with_an_unknown_reduction(mesh):
-    loss(mesh, tp="tp", dp="dp", reduction="avg")
-
-
-@bad
-def cross_entropy_of_labels_that_are_floats(mesh):
-    loss(mesh, tp="tp", dp="dp", dtype=np.float32)
-
-
-@bad
-def cross_entropy_with_much_smoothing(mesh):
-    loss(mesh, tp="tp", dp="dp", label_smoothing=10)
+bad(
+    cross_entropy_with_an_unknown_reduction=lambda mesh: loss(mesh, tp="tp", dp="dp", reduction="avg"),
+    cross_entropy_of_labels_that_are_floats=lambda mesh: loss(mesh, tp="tp", dp="dp", dtype=np.float32),
+    cross_entropy_with_much_smoothing=lambda mesh: loss(mesh, tp="tp", dp="dp", label_smoothing=10),
+)
 
 
 @bad
@@ -54,14 +44,12 @@ def linear_cross_entropy_with_one_row_of_labels(mesh):
     body("b s d, v d, s -> scalar", fn, mesh, X.reshape(2, 4, 4), X, np.zeros(4, int))
 
 
-@bad
-def cross_entropy_that_forgets_dp(mesh):
-    loss(mesh, tp="tp")
-
-
-@fixed
-def cross_entropy_that_forgets_dp_fixed(mesh):
-    loss(mesh, tp="tp", dp="dp")
+bad(
+    cross_entropy_that_forgets_dp=(
+        lambda mesh: loss(mesh, tp="tp"),
+        lambda mesh: loss(mesh, tp="tp", dp="dp"),
+    ),
+)
 
 
 @bad
@@ -96,24 +84,20 @@ def linear_cross_entropy_in_unequal_chunks(mesh):
     body("s d, v d, s -> scalar", fn, mesh, X, X, np.zeros(8, int))
 
 
-@bad
-def dropout_of_everything(mesh):
-    body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "b/dp d", rate=1), mesh, X, KEY)
-
-
-@bad
-def dropout_of_any_dimensions(mesh):
-    body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "... d", rate=0.1), mesh, X, KEY)
-
-
-@bad
-def dropout_of_another_rank(mesh):
-    body("b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "scalar", rate=0.5), mesh, X, KEY)
-
-
-@bad
-def cross_entropy_of_a_pattern(mesh):
-    body("b/dp v/tp, b/dp -> scalar", lambda x, y: spmd.nn.cross_entropy(x, y, "b/dp v/tp"), mesh, X, np.zeros(8, int))
+bad(
+    dropout_of_everything=lambda mesh: body(
+        "b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "b/dp d", rate=1), mesh, X, KEY
+    ),
+    dropout_of_any_dimensions=lambda mesh: body(
+        "b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "... d", rate=0.1), mesh, X, KEY
+    ),
+    dropout_of_another_rank=lambda mesh: body(
+        "b/dp d, scalar -> b/dp d", lambda x, k: spmd.nn.dropout(x, k, "scalar", rate=0.5), mesh, X, KEY
+    ),
+    cross_entropy_of_a_pattern=lambda mesh: body(
+        "b/dp v/tp, b/dp -> scalar", lambda x, y: spmd.nn.cross_entropy(x, y, "b/dp v/tp"), mesh, X, np.zeros(8, int)
+    ),
+)
 
 
 @fixed

@@ -1,7 +1,5 @@
 """Attention over whole sequences, with heads divided: the function and the layer."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

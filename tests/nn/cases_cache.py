@@ -1,7 +1,5 @@
 """The cache: a prompt of several tokens, then one after another."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

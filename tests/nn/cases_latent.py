@@ -1,7 +1,5 @@
 """Attention with latents: a whole sequence, expanded; and a prompt and further tokens over a cache, absorbed."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax

@@ -1,7 +1,5 @@
 """Linear layers, with and without a bias; the sequence divided over tp too, or not."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

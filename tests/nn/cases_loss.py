@@ -1,7 +1,5 @@
 """Cross entropies over a divided vocabulary."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Norms, of features that are whole or divided."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 from spmd import nn

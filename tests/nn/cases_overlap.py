@@ -1,7 +1,5 @@
 """Products that move their operand in rings: alone, and inside the linear layers by `overlap=True`."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from fractions import Fraction

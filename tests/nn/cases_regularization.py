@@ -1,7 +1,5 @@
 """Dropout, whose mask is that of the whole array."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Rotary positions, of tokens in their order and in zig-zag."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

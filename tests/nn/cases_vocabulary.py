@@ -1,7 +1,5 @@
 """Embeddings, over rows and over features, and the scores of tokens."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Attention written out on whole arrays, for the references of the attention layers: no spmd, no online softmax."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """What the tests of the layers share: a mesh, numbers, and a way to run a function."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 

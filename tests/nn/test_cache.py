@@ -1,7 +1,5 @@
 """Decoding with a cache: rows of any length, prompts read by rings, windows."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Attention with latents: decoding agrees with the whole sequence, and what is kept is small."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Linear layers: in a kernel with a mapping, and of a tree of weights."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

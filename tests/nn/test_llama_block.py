@@ -1,7 +1,5 @@
 """A Llama block from ready-made layers: FSDP x tensor x sequence parallel, with embedding, norms and loss."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

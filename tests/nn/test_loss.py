@@ -1,7 +1,5 @@
 """Losses: what goes wrong silently elsewhere, each beside its wrong formula, and options."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Masks of attention: who sees whom, written out in NumPy, pair by pair."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Norms: the gradient of a scale, beside the formula that is silently wrong elsewhere."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

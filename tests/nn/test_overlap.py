@@ -1,7 +1,5 @@
 """Overlapped products: nothing gathered exists, no gather is left, and a block from the wrong place is noticed."""
 
-from __future__ import annotations
-
 import math
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Dimensions of size 1 in front."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

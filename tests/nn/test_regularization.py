@@ -1,7 +1,5 @@
 """Dropout: the layout of its array, and one mask for all devices."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Rotary positions: scalings of the frequencies, and both orders of the features."""
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp

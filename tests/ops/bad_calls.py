@@ -1,7 +1,5 @@
 """Wrong calls of the operations that have no file of their own here."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,22 +9,16 @@ from spmd import psum, reduce
 from tests.errors.registry import V, X, bad, body, fixed
 
 WIDE = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+
+
 SAME = "b/dp d -> b/dp d"
 
 
-@bad
-def reduce_with_an_unknown_operation(mesh):
-    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d", "avg"), mesh)
-
-
-@bad
-def reduce_to_a_variance(mesh):
-    body("b/dp d -> b/dp 1", lambda x: reduce(x, "b/dp d -> b/dp 1", "var"), mesh)
-
-
-@bad
-def maximum_left_partial(mesh):
-    body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}", "max"), mesh)
+bad(
+    reduce_with_an_unknown_operation=lambda mesh: body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d", "avg"), mesh),
+    reduce_to_a_variance=lambda mesh: body("b/dp d -> b/dp 1", lambda x: reduce(x, "b/dp d -> b/dp 1", "var"), mesh),
+    maximum_left_partial=lambda mesh: body("b/dp d -> d", lambda x: reduce(x, "b/dp d -> d {U:dp}", "max"), mesh),
+)
 
 
 @bad
@@ -34,34 +26,22 @@ def reduce_of_a_different_value(mesh):
     body("b/dp d -> scalar", lambda x: reduce(x[0] * 2, "d -> scalar"), mesh)
 
 
-@bad
-def rearrange_that_would_gather(mesh):
-    body("b/dp d -> (b d)", lambda x: spmd.rearrange(x, "b/dp d -> (b d)"), mesh)
-
-
-@fixed
-def rearrange_that_would_gather_fixed(mesh, fix):
-    np.testing.assert_array_equal(body("b/dp d -> (b d)", lambda x: fix(x=x), mesh), X.reshape(-1))
-
-
-@bad
-def rearrange_behind_a_divided_factor(mesh):
-    body("b d/tp -> b d/tp", lambda x: spmd.rearrange(x, "b d/tp -> (b d/tp)"), mesh)
-
-
-@bad
-def repeat_without_a_size(mesh):
-    body("b/dp d -> b/dp d e", lambda x: spmd.repeat(x, "b/dp d -> b/dp d e"), mesh)
-
-
-@bad
-def softmax_without_a_bracket(mesh):
-    body("b d/tp -> b d/tp", lambda x: spmd.softmax(x, "b d/tp"), mesh)
-
-
-@bad
-def take_with_float_ids(mesh):
-    body("v/tp d, b -> b d", lambda e, i: spmd.take(e, i, "[v/tp] d, b -> b d"), mesh, X, V)
+bad(
+    rearrange_that_would_gather=(
+        lambda mesh: body("b/dp d -> (b d)", lambda x: spmd.rearrange(x, "b/dp d -> (b d)"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(
+            body("b/dp d -> (b d)", lambda x: fix(x=x), mesh), X.reshape(-1)
+        ),
+    ),
+    rearrange_behind_a_divided_factor=lambda mesh: body(
+        "b d/tp -> b d/tp", lambda x: spmd.rearrange(x, "b d/tp -> (b d/tp)"), mesh
+    ),
+    repeat_without_a_size=lambda mesh: body("b/dp d -> b/dp d e", lambda x: spmd.repeat(x, "b/dp d -> b/dp d e"), mesh),
+    softmax_without_a_bracket=lambda mesh: body("b d/tp -> b d/tp", lambda x: spmd.softmax(x, "b d/tp"), mesh),
+    take_with_float_ids=lambda mesh: body(
+        "v/tp d, b -> b d", lambda e, i: spmd.take(e, i, "[v/tp] d, b -> b d"), mesh, X, V
+    ),
+)
 
 
 PLACES = np.arange(16).reshape(8, 2) % 8
@@ -79,9 +59,11 @@ def take_with_a_batch_of_two_placements_fixed(mesh, fix):
     np.testing.assert_array_equal(found, np.take_along_axis(WIDE, PLACES, 1))
 
 
-@bad
-def take_with_ids_that_have_the_name_of_the_rows(mesh):
-    body("b v, b v -> b v", lambda e, i: spmd.take(e, i, "b [v], b v -> b v"), mesh, WIDE, WIDE.astype(int))
+bad(
+    take_with_ids_that_have_the_name_of_the_rows=lambda mesh: body(
+        "b v, b v -> b v", lambda e, i: spmd.take(e, i, "b [v], b v -> b v"), mesh, WIDE, WIDE.astype(int)
+    ),
+)
 
 
 ADDED = "b/dp d, b/dp -> [v/dp] d"
@@ -94,9 +76,9 @@ def added(pattern=ADDED, ids=jnp.int32, left="b/dp d, b/dp", right="v/dp d", **m
     return spmd.kernel(f"{left} -> {right}", mesh=spmd.make_mesh(dp=2, tp=4))(fn)(X, V[: len(X)] % 4)
 
 
-@bad
-def scatter_add_without_a_bracket(mesh):
-    added("b/dp d, b/dp -> v/dp d")
+bad(
+    scatter_add_without_a_bracket=lambda mesh: added("b/dp d, b/dp -> v/dp d"),
+)
 
 
 @bad
@@ -105,39 +87,19 @@ def scatter_add_without_a_size(mesh):
     body("b/dp d -> v/dp d", fn, mesh)
 
 
-@bad
-def scatter_add_with_float_ids(mesh):
-    added(ids=jnp.float32)
-
-
-@bad
-def scatter_add_of_booleans(mesh):
-    body(SAME, lambda x: spmd.scatter_add(x > 0, jnp.arange(x.shape[0]), ADDED, v=4)[0], mesh)
-
-
-@bad
-def scatter_add_of_features_that_vanish(mesh):
-    added("b/dp d, b/dp -> [v/dp]", right="v/dp")
-
-
-@bad
-def scatter_add_in_a_batch(mesh):
-    added("b/dp d, b/dp -> [b/dp] d", right="b/dp d")
-
-
-@bad
-def scatter_add_of_rows_without_the_numbers_dimension(mesh):
-    body("b/dp d -> v d", lambda x: spmd.scatter_add(x[0], jnp.zeros(2, int), "d, n/dp -> [v] d", v=4)[0], mesh)
-
-
-@bad
-def scatter_add_with_an_unknown_word(mesh):
-    added(outside="clip")
-
-
-@bad
-def scatter_add_that_would_split(mesh):
-    added("b/dp d, b/dp -> [v/dp/tp] d", right="v/dp/tp d", v=8)
+bad(
+    scatter_add_with_float_ids=lambda mesh: added(ids=jnp.float32),
+    scatter_add_of_booleans=lambda mesh: body(
+        SAME, lambda x: spmd.scatter_add(x > 0, jnp.arange(x.shape[0]), ADDED, v=4)[0], mesh
+    ),
+    scatter_add_of_features_that_vanish=lambda mesh: added("b/dp d, b/dp -> [v/dp]", right="v/dp"),
+    scatter_add_in_a_batch=lambda mesh: added("b/dp d, b/dp -> [b/dp] d", right="b/dp d"),
+    scatter_add_of_rows_without_the_numbers_dimension=lambda mesh: body(
+        "b/dp d -> v d", lambda x: spmd.scatter_add(x[0], jnp.zeros(2, int), "d, n/dp -> [v] d", v=4)[0], mesh
+    ),
+    scatter_add_with_an_unknown_word=lambda mesh: added(outside="clip"),
+    scatter_add_that_would_split=lambda mesh: added("b/dp d, b/dp -> [v/dp/tp] d", right="v/dp/tp d", v=8),
+)
 
 
 @fixed
@@ -157,9 +119,9 @@ def psum_of_nothing(x):
     return jnp.zeros(x.shape[0], int) + spmd.axis_index("tp")
 
 
-@bad
-def zeros_without_a_size(mesh):
-    body("b/dp d -> b/dp d", lambda x: x + spmd.zeros("b/dp e"), mesh)
+bad(
+    zeros_without_a_size=lambda mesh: body("b/dp d -> b/dp d", lambda x: x + spmd.zeros("b/dp e"), mesh),
+)
 
 
 @bad
@@ -173,14 +135,12 @@ def nonlinear_use_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.exp(X.sum(0) / 100), rtol=1e-6)
 
 
-@bad
-def size_of_an_unknown_name(mesh):
-    body("b/dp d -> b/dp d", lambda x: x * spmd.size("e"), mesh)
-
-
-@bad
-def axis_index_in_auto_mode(mesh):
-    spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x * spmd.axis_index("dp")).auto(X)
+bad(
+    size_of_an_unknown_name=lambda mesh: body("b/dp d -> b/dp d", lambda x: x * spmd.size("e"), mesh),
+    axis_index_in_auto_mode=lambda mesh: spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(
+        lambda x: x * spmd.axis_index("dp")
+    ).auto(X),
+)
 
 
 @bad
@@ -207,39 +167,23 @@ def random_with_an_rbg_key_fixed(mesh, fix):
     np.testing.assert_array_equal(out, jax.random.normal(key, (8, 4)))
 
 
-@bad
-def debug_print_of_an_array_first(mesh):
-    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print(x, "b/dp d"), x)[1], mesh)
-
-
-@bad
-def debug_print_of_too_few(mesh):
-    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print("{} of {}", x.sum()), x)[1], mesh)
-
-
-@bad
-def debug_print_of_a_name(mesh):
-    body("b/dp d -> b/dp d", lambda x: (spmd.debug_print("{loss}", x.sum(), lost=x), x)[1], mesh)
-
-
-@bad
-def top_k_without_brackets(mesh):
-    body("b/dp d -> b/dp k", lambda x: spmd.top_k(x, "b/dp d", 2)[0], mesh)
-
-
-@bad
-def top_k_of_more_than_there_are(mesh):
-    body("b/dp e/tp -> b/dp k", lambda x: spmd.top_k(x, "b/dp [e/tp]", 9)[0], mesh, WIDE)
-
-
-@bad
-def half_of_a_top_k(mesh):
-    body("b/dp d -> b/dp k", lambda x: spmd.top_k(x, "b/dp [d]", 2.5)[0], mesh)
-
-
-@bad
-def top_k_of_a_partial_sum(mesh):
-    body("b/dp d -> k", lambda x: spmd.top_k(x.sum(0), "[d] {U:dp}", 2)[0], mesh)
+bad(
+    debug_print_of_an_array_first=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: (spmd.debug_print(x, "b/dp d"), x)[1], mesh
+    ),
+    debug_print_of_too_few=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: (spmd.debug_print("{} of {}", x.sum()), x)[1], mesh
+    ),
+    debug_print_of_a_name=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: (spmd.debug_print("{loss}", x.sum(), lost=x), x)[1], mesh
+    ),
+    top_k_without_brackets=lambda mesh: body("b/dp d -> b/dp k", lambda x: spmd.top_k(x, "b/dp d", 2)[0], mesh),
+    top_k_of_more_than_there_are=lambda mesh: body(
+        "b/dp e/tp -> b/dp k", lambda x: spmd.top_k(x, "b/dp [e/tp]", 9)[0], mesh, WIDE
+    ),
+    half_of_a_top_k=lambda mesh: body("b/dp d -> b/dp k", lambda x: spmd.top_k(x, "b/dp [d]", 2.5)[0], mesh),
+    top_k_of_a_partial_sum=lambda mesh: body("b/dp d -> k", lambda x: spmd.top_k(x.sum(0), "[d] {U:dp}", 2)[0], mesh),
+)
 
 
 @fixed
@@ -248,44 +192,24 @@ def top_k_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_array_equal(body("b/dp d -> k", fn, mesh), np.sort(X.sum(0))[:-3:-1])
 
 
-@bad
-def roll_of_a_composite(mesh):
-    body("b (h k)/tp -> b (h k)/tp", lambda x: spmd.roll(x, "b [(h k)/tp]", 1, k=2), mesh, WIDE, k=2)
-
-
-@bad
-def roll_by_half_an_element(mesh):
-    body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", 0.5), mesh)
-
-
-@bad
-def roll_with_too_many_shifts(mesh):
-    body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", (1, 2)), mesh)
-
-
-@bad
-def a_sort_along_nothing(mesh):
-    body(SAME, lambda x: spmd.sort(x, "b/dp d"), mesh)
-
-
-@fixed
-def a_sort_along_nothing_fixed(mesh):
-    np.testing.assert_array_equal(body(SAME, lambda x: spmd.sort(-x, "b/dp [d]"), mesh), np.sort(-X, 1))
-
-
-@bad
-def the_least_of_complex_numbers(mesh):
-    body("x/dp -> scalar", lambda x: spmd.argmin(x.astype("complex64"), "[x/dp]"), mesh, V)
-
-
-@bad
-def a_roll_by_a_float(mesh):
-    body(SAME, lambda x: spmd.roll(x, "[b/dp] d", jnp.float32(2)), mesh)
-
-
-@bad
-def a_roll_by_several_shifts(mesh):
-    body(SAME, lambda x: spmd.roll(x, "[b/dp] d", jnp.arange(2)), mesh)
+bad(
+    roll_of_a_composite=lambda mesh: body(
+        "b (h k)/tp -> b (h k)/tp", lambda x: spmd.roll(x, "b [(h k)/tp]", 1, k=2), mesh, WIDE, k=2
+    ),
+    roll_by_half_an_element=lambda mesh: body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", 0.5), mesh),
+    roll_with_too_many_shifts=lambda mesh: body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", (1, 2)), mesh),
+    a_sort_along_nothing=(
+        lambda mesh: body(SAME, lambda x: spmd.sort(x, "b/dp d"), mesh),
+        lambda mesh: np.testing.assert_array_equal(
+            body(SAME, lambda x: spmd.sort(-x, "b/dp [d]"), mesh), np.sort(-X, 1)
+        ),
+    ),
+    the_least_of_complex_numbers=lambda mesh: body(
+        "x/dp -> scalar", lambda x: spmd.argmin(x.astype("complex64"), "[x/dp]"), mesh, V
+    ),
+    a_roll_by_a_float=lambda mesh: body(SAME, lambda x: spmd.roll(x, "[b/dp] d", jnp.float32(2)), mesh),
+    a_roll_by_several_shifts=lambda mesh: body(SAME, lambda x: spmd.roll(x, "[b/dp] d", jnp.arange(2)), mesh),
+)
 
 
 @bad
@@ -293,24 +217,14 @@ def a_roll_by_another_shift_on_each_device(mesh):
     body(SAME, lambda x: spmd.roll(x, "[b/dp] d", spmd.axis_index("dp")), mesh)
 
 
-@bad
-def an_argsort_along_nothing(mesh):
-    body(SAME, lambda x: spmd.argsort(x, "b/dp d"), mesh)
-
-
-@bad
-def a_payload_of_another_size(mesh):
-    body(SAME, lambda x: spmd.sort(x, "[b/dp] d", payload=x[:, :2])[0], mesh)
-
-
-@bad
-def a_payload_without_a_dimension(mesh):
-    body(SAME, lambda x: spmd.sort(x, "[b/dp] d", payload=x[:, 0])[0], mesh)
-
-
-@bad
-def a_payload_that_lies_otherwise(mesh):
-    body("b/dp -> b/dp", lambda x: spmd.sort(x, "[b/dp]", payload=spmd.ones("b/tp"))[0], mesh, V)
+bad(
+    an_argsort_along_nothing=lambda mesh: body(SAME, lambda x: spmd.argsort(x, "b/dp d"), mesh),
+    a_payload_of_another_size=lambda mesh: body(SAME, lambda x: spmd.sort(x, "[b/dp] d", payload=x[:, :2])[0], mesh),
+    a_payload_without_a_dimension=lambda mesh: body(SAME, lambda x: spmd.sort(x, "[b/dp] d", payload=x[:, 0])[0], mesh),
+    a_payload_that_lies_otherwise=lambda mesh: body(
+        "b/dp -> b/dp", lambda x: spmd.sort(x, "[b/dp]", payload=spmd.ones("b/tp"))[0], mesh, V
+    ),
+)
 
 
 @fixed
@@ -319,9 +233,9 @@ def a_payload_that_lies_otherwise_fixed(mesh, fix):
     np.testing.assert_array_equal(body("b/dp -> b/dp", fn, mesh, V), np.ones(len(V)))
 
 
-@bad
-def a_sort_of_a_partial_sum(mesh):
-    body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh)
+bad(
+    a_sort_of_a_partial_sum=lambda mesh: body("b/dp d -> d", lambda x: spmd.sort(x.sum(0), "[d] {U:dp}"), mesh),
+)
 
 
 @fixed
@@ -330,19 +244,11 @@ def a_sort_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_array_equal(out, np.sort(-X.sum(0)))
 
 
-@bad
-def a_flip_along_nothing(mesh):
-    body(SAME, lambda x: spmd.flip(x, "b/dp d"), mesh)
-
-
-@bad
-def size_of_nothing(mesh):
-    body(SAME, lambda x: x * spmd.size(), mesh)
-
-
-@bad
-def size_of_an_array_without_brackets(mesh):
-    body(SAME, lambda x: x * spmd.size(x, "b/dp d"), mesh)
+bad(
+    a_flip_along_nothing=lambda mesh: body(SAME, lambda x: spmd.flip(x, "b/dp d"), mesh),
+    size_of_nothing=lambda mesh: body(SAME, lambda x: x * spmd.size(), mesh),
+    size_of_an_array_without_brackets=lambda mesh: body(SAME, lambda x: x * spmd.size(x, "b/dp d"), mesh),
+)
 
 
 @fixed
@@ -350,24 +256,16 @@ def size_of_an_array_without_brackets_fixed(mesh):
     assert (body(SAME, lambda x: x * spmd.size(x, "... [d]"), mesh) == 4 * X).all()
 
 
-@bad
-def operation_given_as_a_function(mesh):
-    body("b/dp d -> b/dp", lambda x: spmd.reduce(x, "b/dp d -> b/dp", jnp.sum), mesh)
-
-
-@bad
-def shape_for_a_layout(mesh):
-    body(SAME, lambda x: x + spmd.zeros((4, 4)), mesh)
-
-
-@fixed
-def shape_for_a_layout_fixed(mesh):
-    np.testing.assert_array_equal(body(SAME, lambda x: x + spmd.zeros("b/dp d"), mesh), X)
-
-
-@bad
-def layout_before_the_key(mesh):
-    body(SAME, lambda x: x + spmd.random.normal("b/dp d", jax.random.key(0)), mesh)
+bad(
+    operation_given_as_a_function=lambda mesh: body(
+        "b/dp d -> b/dp", lambda x: spmd.reduce(x, "b/dp d -> b/dp", jnp.sum), mesh
+    ),
+    shape_for_a_layout=(
+        lambda mesh: body(SAME, lambda x: x + spmd.zeros((4, 4)), mesh),
+        lambda mesh: np.testing.assert_array_equal(body(SAME, lambda x: x + spmd.zeros("b/dp d"), mesh), X),
+    ),
+    layout_before_the_key=lambda mesh: body(SAME, lambda x: x + spmd.random.normal("b/dp d", jax.random.key(0)), mesh),
+)
 
 
 @bad
@@ -390,37 +288,19 @@ def fused_without_a_name(mesh):
         return q
 
 
-@bad
-def meanwhile_without_a_function(mesh):
-    body(SAME, lambda x: spmd.meanwhile(x, x, lambda w: w, x)[0], mesh)
-
-
-@bad
-def island_without_a_function(mesh):
-    body(SAME, lambda x: spmd.local(None, SAME)(x), mesh)
-
-
-@bad
-def branches_of_two_shapes(mesh):
-    body(SAME, lambda x: spmd.cond(x.sum() > 0, lambda x: x[0], lambda x: -x, x), mesh)
-
-
-@bad
-def an_operand_of_objects(mesh):
-    body(SAME, lambda x: spmd.reduce(np.array([1, None], dtype=object), "b -> scalar"), mesh)
-
-
-@bad
-def positions_beyond_int32(mesh):
-    spmd.from_function(lambda i: i, "x/dp", x=2**40, mesh=mesh)
-
-
-@bad
-def reduce_over_a_dimension_that_is_divided(mesh):
-    """A gather before it would send the whole array, and the reduction takes a divided dimension."""
-    body("b/dp d/tp -> b/dp", lambda x: spmd.reduce(x, "b/dp d -> b/dp"), mesh)
-
-
-@fixed
-def reduce_over_a_dimension_that_is_divided_fixed(mesh, fix):
-    np.testing.assert_allclose(body("b/dp d/tp -> b/dp", lambda x: fix(x=x), mesh), X.sum(1))
+bad(
+    meanwhile_without_a_function=lambda mesh: body(SAME, lambda x: spmd.meanwhile(x, x, lambda w: w, x)[0], mesh),
+    island_without_a_function=lambda mesh: body(SAME, lambda x: spmd.local(None, SAME)(x), mesh),
+    branches_of_two_shapes=lambda mesh: body(
+        SAME, lambda x: spmd.cond(x.sum() > 0, lambda x: x[0], lambda x: -x, x), mesh
+    ),
+    an_operand_of_objects=lambda mesh: body(
+        SAME, lambda x: spmd.reduce(np.array([1, None], dtype=object), "b -> scalar"), mesh
+    ),
+    positions_beyond_int32=lambda mesh: spmd.from_function(lambda i: i, "x/dp", x=2**40, mesh=mesh),
+    # A gather before it would send the whole array, and the reduction takes a divided dimension.
+    reduce_over_a_dimension_that_is_divided=(
+        lambda mesh: body("b/dp d/tp -> b/dp", lambda x: spmd.reduce(x, "b/dp d -> b/dp"), mesh),
+        lambda mesh, fix: np.testing.assert_allclose(body("b/dp d/tp -> b/dp", lambda x: fix(x=x), mesh), X.sum(1)),
+    ),
+)

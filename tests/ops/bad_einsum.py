@@ -1,7 +1,5 @@
 """Wrong calls of `einsum`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd
@@ -11,10 +9,12 @@ from tests.errors.registry import X, bad, body, fixed
 SAME = "b/dp d -> b/dp d"
 
 
-@bad
-def product_of_what_lies_as_the_result(mesh):
-    """The gather goes before the call: in place of it the product would be gone."""
-    body("b/dp d, d e -> b/dp e", lambda x, w: einsum(x, w, "b d, d e -> b/dp e"), mesh, X, X.T)
+bad(
+    # The gather goes before the call: in place of it the product would be gone.
+    product_of_what_lies_as_the_result=lambda mesh: body(
+        "b/dp d, d e -> b/dp e", lambda x, w: einsum(x, w, "b d, d e -> b/dp e"), mesh, X, X.T
+    ),
+)
 
 
 @fixed
@@ -66,14 +66,12 @@ def einsum_with_one_axis_on_two_names(mesh):
     body("b/dp d, e/dp d -> b/dp e", fn, mesh, X, X)
 
 
-@bad
-def einsum_with_an_unknown_name(mesh):
-    body("b/dp d -> b/dp", lambda x: einsum(x, "b/dp d -> b/dp e"), mesh)
-
-
-@bad
-def einsum_without_spaces(mesh):
-    body("b/dp d, d f -> b/dp f", lambda x, w: einsum(x, w, "bd,df->bf"), mesh, X, X.T)
+bad(
+    einsum_with_an_unknown_name=lambda mesh: body("b/dp d -> b/dp", lambda x: einsum(x, "b/dp d -> b/dp e"), mesh),
+    einsum_without_spaces=lambda mesh: body(
+        "b/dp d, d f -> b/dp f", lambda x, w: einsum(x, w, "bd,df->bf"), mesh, X, X.T
+    ),
+)
 
 
 @fixed
@@ -82,20 +80,16 @@ def einsum_without_spaces_fixed(mesh, fix):
     np.testing.assert_allclose(out, X @ X.T)
 
 
-@bad
-def name_of_the_signature_for_another_dimension(mesh):
-    body("b/dp d -> b/dp d", lambda x: x + einsum(x[:, :2], x[:, :2], "n d, m d -> n m").sum(), mesh)
-
-
-@bad
-def operand_that_is_no_array(mesh):
-    body(SAME, lambda x: spmd.einsum(x, object(), "b/dp d, d -> b/dp d"), mesh)
-
-
-@bad
-def einsum_without_slashes(mesh):
-    """The slashes are those of the arrays: a gather would be a cost that nobody asked for."""
-    body("b/dp d, d f/tp -> b/dp f/tp", lambda x, w: einsum(x, w, "b d, d f -> b f"), mesh, X, np.ones((4, 8)))
+bad(
+    name_of_the_signature_for_another_dimension=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: x + einsum(x[:, :2], x[:, :2], "n d, m d -> n m").sum(), mesh
+    ),
+    operand_that_is_no_array=lambda mesh: body(SAME, lambda x: spmd.einsum(x, object(), "b/dp d, d -> b/dp d"), mesh),
+    # The slashes are those of the arrays: a gather would be a cost that nobody asked for.
+    einsum_without_slashes=lambda mesh: body(
+        "b/dp d, d f/tp -> b/dp f/tp", lambda x, w: einsum(x, w, "b d, d f -> b f"), mesh, X, np.ones((4, 8))
+    ),
+)
 
 
 @fixed
@@ -105,9 +99,11 @@ def einsum_without_slashes_fixed(mesh, fix):
     np.testing.assert_allclose(out, X @ w)
 
 
-@bad
-def reduce_without_slashes(mesh):
-    body("b/dp d/tp -> b/dp 1", lambda x: spmd.reduce(x, "b d -> b 1", "mean"), mesh)
+bad(
+    reduce_without_slashes=lambda mesh: body(
+        "b/dp d/tp -> b/dp 1", lambda x: spmd.reduce(x, "b d -> b 1", "mean"), mesh
+    ),
+)
 
 
 @fixed

@@ -1,7 +1,5 @@
 """Fourier transforms that cannot be."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,10 +8,9 @@ import spmd
 from spmd import fft
 from tests.errors.registry import X, bad, body, fixed
 
-
-@bad
-def nothing_renamed(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> b/dp d"), mesh)
+bad(
+    nothing_renamed=lambda mesh: body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> b/dp d"), mesh),
+)
 
 
 @fixed
@@ -22,9 +19,11 @@ def nothing_renamed_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.fft.fft(X), atol=1e-4)
 
 
-@bad
-def nowhere_to_go(mesh):
-    spmd.kernel("x/dp -> k/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp -> k/dp"))(jnp.ones(6))
+bad(
+    nowhere_to_go=lambda mesh: spmd.kernel("x/dp -> k/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp -> k/dp"))(
+        jnp.ones(6)
+    ),
+)
 
 
 @fixed
@@ -36,9 +35,11 @@ def nowhere_to_go_fixed(mesh):
     np.testing.assert_allclose(out, np.fft.fft(np.ones(6)), atol=1e-5)
 
 
-@bad
-def half_a_spectrum_divided(mesh):
-    spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp"))(X)
+bad(
+    half_a_spectrum_divided=lambda mesh: spmd.kernel("x/dp y -> x ky/dp", mesh=mesh)(
+        lambda x: fft.rfft(x, "x/dp y -> x ky/dp")
+    )(X),
+)
 
 
 @fixed
@@ -48,24 +49,20 @@ def half_a_spectrum_divided_fixed(mesh, fix):
     np.testing.assert_allclose(half(X)[:, : want.shape[1]], want, atol=1e-4)
 
 
-@bad
-def a_spectrum_without_room_for_its_frequencies(mesh):
-    spmd.kernel("x/dp y -> x ky/dp", mesh=mesh, ky=2)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp", pad=True))(X)
-
-
-@bad
-def zeros_behind_the_frequencies_unsaid(mesh):
-    spmd.kernel("x/dp y -> x ky/dp", mesh=mesh, ky=16)(lambda x: fft.rfft(x, "x/dp y -> x ky/dp"))(X)
-
-
-@bad
-def a_padded_spectrum_of_unknown_samples(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp y", pad=True), mesh)
-
-
-@bad
-def a_spectrum_of_complex_numbers_halved(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.rfft(jax.lax.complex(x, x), "b/dp d -> b/dp kd"), mesh)
+bad(
+    a_spectrum_without_room_for_its_frequencies=lambda mesh: spmd.kernel("x/dp y -> x ky/dp", mesh=mesh, ky=2)(
+        lambda x: fft.rfft(x, "x/dp y -> x ky/dp", pad=True)
+    )(X),
+    zeros_behind_the_frequencies_unsaid=lambda mesh: spmd.kernel("x/dp y -> x ky/dp", mesh=mesh, ky=16)(
+        lambda x: fft.rfft(x, "x/dp y -> x ky/dp")
+    )(X),
+    a_padded_spectrum_of_unknown_samples=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp y", pad=True), mesh
+    ),
+    a_spectrum_of_complex_numbers_halved=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.rfft(jax.lax.complex(x, x), "b/dp d -> b/dp kd"), mesh
+    ),
+)
 
 
 @fixed
@@ -74,19 +71,15 @@ def a_spectrum_of_complex_numbers_halved_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.fft.fft(X + 1j * X), atol=1e-4)
 
 
-@bad
-def samples_that_fit_no_spectrum(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp d", d=99), mesh)
-
-
-@bad
-def a_transform_that_transposes(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> d b/dp"), mesh)
-
-
-@bad
-def a_transform_whose_names_say_that_it_transposes(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> kd/dp kb"), mesh)
+bad(
+    samples_that_fit_no_spectrum=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.irfft(x, "b/dp kd -> b/dp d", d=99), mesh
+    ),
+    a_transform_that_transposes=lambda mesh: body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> d b/dp"), mesh),
+    a_transform_whose_names_say_that_it_transposes=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> kd/dp kb"), mesh
+    ),
+)
 
 
 @fixed
@@ -95,39 +88,23 @@ def a_transform_whose_names_say_that_it_transposes_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.fft.fft2(X).T, atol=1e-4)
 
 
-@bad
-def a_transform_that_drops_a_dimension(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> k"), mesh)
-
-
-@bad
-def a_transform_of_a_composite(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp (e f) -> b/dp k", e=2), mesh)
-
-
-@bad
-def a_transform_of_a_partial_sum(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d {U:tp} -> b/dp k"), mesh)
-
-
-@bad
-def an_unknown_norm(mesh):
-    body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> b/dp k", norm="unitary"), mesh)
-
-
-@bad
-def frequencies_of_two_dimensions(mesh):
-    body("b/dp d -> b/dp d", lambda x: x + fft.fftfreq("b/dp d"), mesh)
-
-
-@bad
-def frequencies_of_no_samples(mesh):
-    body("b/dp d -> b/dp d", lambda x: x + fft.rfftfreq("k", 0), mesh)
-
-
-@bad
-def samples_of_one_frequency(mesh):
-    spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(lambda f: fft.irfft(f, "x/dp k -> x/dp y"))(jnp.ones((4, 1)))
+bad(
+    a_transform_that_drops_a_dimension=lambda mesh: body("b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> k"), mesh),
+    a_transform_of_a_composite=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp (e f) -> b/dp k", e=2), mesh
+    ),
+    a_transform_of_a_partial_sum=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d {U:tp} -> b/dp k"), mesh
+    ),
+    an_unknown_norm=lambda mesh: body(
+        "b/dp d -> b/dp d", lambda x: fft.fft(x, "b/dp d -> b/dp k", norm="unitary"), mesh
+    ),
+    frequencies_of_two_dimensions=lambda mesh: body("b/dp d -> b/dp d", lambda x: x + fft.fftfreq("b/dp d"), mesh),
+    frequencies_of_no_samples=lambda mesh: body("b/dp d -> b/dp d", lambda x: x + fft.rfftfreq("k", 0), mesh),
+    samples_of_one_frequency=lambda mesh: spmd.kernel("x/dp k -> x/dp y", mesh=mesh)(
+        lambda f: fft.irfft(f, "x/dp k -> x/dp y")
+    )(jnp.ones((4, 1))),
+)
 
 
 @fixed
@@ -136,9 +113,11 @@ def samples_of_one_frequency_fixed(mesh, fix):
     np.testing.assert_allclose(kernel(jnp.ones((4, 1))), np.ones((4, 1)))
 
 
-@bad
-def a_cosine_transform_of_no_type(mesh):
-    body("b/dp d -> b/dp k", lambda x: fft.dct(x, "b/dp d -> b/dp k", type=5), mesh)
+bad(
+    a_cosine_transform_of_no_type=lambda mesh: body(
+        "b/dp d -> b/dp k", lambda x: fft.dct(x, "b/dp d -> b/dp k", type=5), mesh
+    ),
+)
 
 
 @bad
@@ -147,6 +126,8 @@ def two_walls_on_one_element(mesh):
     spmd.kernel("b/dp d -> b/dp k", mesh=mesh)(lambda x: fft.dct(x, "b/dp d -> b/dp k", type=1))(x)
 
 
-@bad
-def sines_without_a_place_to_go(mesh):
-    spmd.kernel("x/dp -> k/dp", mesh=mesh)(lambda x: fft.dst(x, "x/dp -> k/dp"))(jnp.ones(8))
+bad(
+    sines_without_a_place_to_go=lambda mesh: spmd.kernel("x/dp -> k/dp", mesh=mesh)(
+        lambda x: fft.dst(x, "x/dp -> k/dp")
+    )(jnp.ones(8)),
+)

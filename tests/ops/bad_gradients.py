@@ -1,22 +1,15 @@
 """Losses whose gradient cannot be taken inside, and aux that is not declared."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd
 from spmd import grad, reduce
 from tests.errors.registry import V, X, bad, body, fixed
 
-
-@bad
-def gradient_of_a_number(mesh):
-    body("d -> d", lambda w: grad(3.0)(w), mesh, V)
-
-
-@bad
-def loss_with_aux_undeclared(mesh):
-    body("d -> d", lambda w: grad(lambda w: (w.sum(), w))(w), mesh, V)
+bad(
+    gradient_of_a_number=lambda mesh: body("d -> d", lambda w: grad(3.0)(w), mesh, V),
+    loss_with_aux_undeclared=lambda mesh: body("d -> d", lambda w: grad(lambda w: (w.sum(), w))(w), mesh, V),
+)
 
 
 @fixed
@@ -25,14 +18,12 @@ def loss_with_aux_undeclared_fixed(mesh, fix):
     np.testing.assert_array_equal(out, np.ones(8))
 
 
-@bad
-def aux_that_is_missing(mesh):
-    body("d -> d", lambda w: grad(lambda w: w.sum(), has_aux=True)(w)[0], mesh, V)
-
-
-@bad
-def gradient_over_an_unknown_axis(mesh):
-    body("d -> d", lambda w: grad(lambda w: w.sum(), loss="{U:dpp}")(w), mesh, V)
+bad(
+    aux_that_is_missing=lambda mesh: body("d -> d", lambda w: grad(lambda w: w.sum(), has_aux=True)(w)[0], mesh, V),
+    gradient_over_an_unknown_axis=lambda mesh: body(
+        "d -> d", lambda w: grad(lambda w: w.sum(), loss="{U:dpp}")(w), mesh, V
+    ),
+)
 
 
 @bad
@@ -62,11 +53,9 @@ def loss_declared_partial_and_equal_fixed(mesh, fix):
     np.testing.assert_array_equal(body("d -> d", fn, mesh, V), 2 * V)
 
 
-@bad
-def loss_mark_that_is_malformed(mesh):
-    body("d -> d", lambda w: spmd.grad(lambda w: (w**2).sum(), loss="dp")(w), mesh, V)
-
-
-@bad
-def loss_that_is_no_scalar(mesh):
-    body("d -> d", lambda w: spmd.grad(lambda w: w**2)(w), mesh, V)
+bad(
+    loss_mark_that_is_malformed=lambda mesh: body(
+        "d -> d", lambda w: spmd.grad(lambda w: (w**2).sum(), loss="dp")(w), mesh, V
+    ),
+    loss_that_is_no_scalar=lambda mesh: body("d -> d", lambda w: spmd.grad(lambda w: w**2)(w), mesh, V),
+)

@@ -1,7 +1,5 @@
 """Linear algebra that cannot be."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,14 +10,10 @@ from tests.errors.registry import V, X, bad, body, fixed
 FACTORS = "m/dp n -> m/dp n, k n"
 
 
-@bad
-def a_qr_without_columns(mesh):
-    body(FACTORS, lambda x: qr(x, "[m/dp] n"), mesh)
-
-
-@bad
-def a_qr_of_divided_columns(mesh):
-    body("m/dp n/tp -> m/dp n/tp, k n/tp", lambda x: qr(x, "[m/dp] [n/tp]"), mesh)
+bad(
+    a_qr_without_columns=lambda mesh: body(FACTORS, lambda x: qr(x, "[m/dp] n"), mesh),
+    a_qr_of_divided_columns=lambda mesh: body("m/dp n/tp -> m/dp n/tp, k n/tp", lambda x: qr(x, "[m/dp] [n/tp]"), mesh),
+)
 
 
 @fixed
@@ -32,29 +26,19 @@ def a_qr_of_divided_columns_fixed(mesh):
     np.testing.assert_allclose(q @ r, x, atol=1e-4)
 
 
-@bad
-def a_qr_of_a_wide_matrix(mesh):
-    body("m n -> m n, k n", lambda x: qr(x, "[m] [n]"), mesh, X.T)
-
-
-@bad
-def a_qr_of_integers(mesh):
-    body(FACTORS, lambda x: qr(x, "[m/dp] [n]"), mesh, X.astype(np.int32))
-
-
-@bad
-def a_system_of_integers(mesh):
-    body("n/dp -> n/dp", lambda b: cg(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32))
-
-
-@bad
-def a_system_that_changes_the_shape(mesh):
-    body("n/dp -> n/dp", lambda b: cg(lambda x: x[:2], b, "n/dp")[0], mesh, V)
-
-
-@bad
-def a_first_guess_of_another_type(mesh):
-    body("n/dp -> n/dp", lambda b: cg(lambda x: 2 * x, b, "n/dp", x0=b.astype(jnp.bfloat16))[0], mesh, V)
+bad(
+    a_qr_of_a_wide_matrix=lambda mesh: body("m n -> m n, k n", lambda x: qr(x, "[m] [n]"), mesh, X.T),
+    a_qr_of_integers=lambda mesh: body(FACTORS, lambda x: qr(x, "[m/dp] [n]"), mesh, X.astype(np.int32)),
+    a_system_of_integers=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: cg(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32)
+    ),
+    a_system_that_changes_the_shape=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: cg(lambda x: x[:2], b, "n/dp")[0], mesh, V
+    ),
+    a_first_guess_of_another_type=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: cg(lambda x: 2 * x, b, "n/dp", x0=b.astype(jnp.bfloat16))[0], mesh, V
+    ),
+)
 
 
 @bad
@@ -75,29 +59,21 @@ def a_system_with_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
 
 
-@bad
-def a_system_of_no_arrays(mesh):
-    body("n/dp -> n/dp", lambda b: cg(lambda x: x, {}, "n/dp")[0], mesh, V)
-
-
-@bad
-def a_system_of_two_types(mesh):
-    body("n/dp -> n/dp", lambda b: gmres(lambda x: x, (b, b.astype(jnp.bfloat16)), "n/dp")[0][0], mesh, V)
-
-
-@bad
-def a_system_that_changes_the_structure(mesh):
-    body("n/dp -> n/dp", lambda b: cg(lambda x: [x["u"], x["v"]], {"u": b, "v": b}, "n/dp")[0]["u"], mesh, V)
-
-
-@bad
-def a_gmres_of_integers(mesh):
-    body("n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32))
-
-
-@bad
-def a_gmres_that_never_steps(mesh):
-    body("n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp", restart=0)[0], mesh, V)
+bad(
+    a_system_of_no_arrays=lambda mesh: body("n/dp -> n/dp", lambda b: cg(lambda x: x, {}, "n/dp")[0], mesh, V),
+    a_system_of_two_types=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: gmres(lambda x: x, (b, b.astype(jnp.bfloat16)), "n/dp")[0][0], mesh, V
+    ),
+    a_system_that_changes_the_structure=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: cg(lambda x: [x["u"], x["v"]], {"u": b, "v": b}, "n/dp")[0]["u"], mesh, V
+    ),
+    a_gmres_of_integers=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp")[0], mesh, V.astype(np.int32)
+    ),
+    a_gmres_that_never_steps=lambda mesh: body(
+        "n/dp -> n/dp", lambda b: gmres(lambda x: 2 * x, b, "n/dp", restart=0)[0], mesh, V
+    ),
+)
 
 
 @bad
@@ -118,24 +94,16 @@ def a_gmres_with_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
 
 
-@bad
-def a_cholesky_of_one_dimension(mesh):
-    body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] m"), mesh, X @ X.T)
-
-
-@bad
-def a_cholesky_of_divided_columns(mesh):
-    body("n/dp m/tp -> n/dp m/tp", lambda x: cholesky(x, "[n/dp] [m/tp]"), mesh, X @ X.T)
-
-
-@bad
-def a_cholesky_that_is_not_square(mesh):
-    body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh)
-
-
-@bad
-def a_cholesky_of_integers(mesh):
-    body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh, (X @ X.T).astype(np.int32))
+bad(
+    a_cholesky_of_one_dimension=lambda mesh: body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] m"), mesh, X @ X.T),
+    a_cholesky_of_divided_columns=lambda mesh: body(
+        "n/dp m/tp -> n/dp m/tp", lambda x: cholesky(x, "[n/dp] [m/tp]"), mesh, X @ X.T
+    ),
+    a_cholesky_that_is_not_square=lambda mesh: body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh),
+    a_cholesky_of_integers=lambda mesh: body(
+        "n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh, (X @ X.T).astype(np.int32)
+    ),
+)
 
 
 @bad
@@ -160,24 +128,12 @@ def _solve(layouts, mesh, b=V, columns=8):
     body("n/dp m, n/dp -> n/dp", lambda x, b: cho_solve(x, b, layouts), mesh, np.eye(8, columns, dtype=np.float32), b)
 
 
-@bad
-def a_cho_solve_without_rows(mesh):
-    _solve("[n/dp] [m], n/dp", mesh)
-
-
-@bad
-def a_cho_solve_of_other_rows(mesh):
-    _solve("[n/dp] [m], [k/dp]", mesh)
-
-
-@bad
-def a_cho_solve_of_another_type(mesh):
-    _solve("[n/dp] [m], [n/dp]", mesh, V.astype(np.int32))
-
-
-@bad
-def a_cho_solve_that_is_not_square(mesh):
-    _solve("[n/dp] [m], [n/dp]", mesh, columns=4)
+bad(
+    a_cho_solve_without_rows=lambda mesh: _solve("[n/dp] [m], n/dp", mesh),
+    a_cho_solve_of_other_rows=lambda mesh: _solve("[n/dp] [m], [k/dp]", mesh),
+    a_cho_solve_of_another_type=lambda mesh: _solve("[n/dp] [m], [n/dp]", mesh, V.astype(np.int32)),
+    a_cho_solve_that_is_not_square=lambda mesh: _solve("[n/dp] [m], [n/dp]", mesh, columns=4),
+)
 
 
 @bad

@@ -1,7 +1,5 @@
 """Halos and stencils that cannot be."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -11,24 +9,16 @@ from tests.errors.registry import V, X, bad, body, fixed
 SAME = "b/dp d -> b/dp d"
 
 
-@bad
-def a_halo_without_margins(mesh):
-    body(SAME, lambda x: stencil.halo(x, SAME), mesh)
-
-
-@fixed
-def a_halo_without_margins_fixed(mesh, fix):
-    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=x)[2:], mesh), np.roll(X, -1, 0))
-
-
-@bad
-def a_halo_that_moves_more(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b+1 d"), mesh)
-
-
-@fixed
-def a_halo_that_moves_more_fixed(mesh, fix):
-    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=x)[2:], mesh), np.roll(X, -1, 0))
+bad(
+    a_halo_without_margins=(
+        lambda mesh: body(SAME, lambda x: stencil.halo(x, SAME), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body(SAME, lambda x: fix(x=x)[2:], mesh), np.roll(X, -1, 0)),
+    ),
+    a_halo_that_moves_more=(
+        lambda mesh: body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b+1 d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body(SAME, lambda x: fix(x=x)[2:], mesh), np.roll(X, -1, 0)),
+    ),
+)
 
 
 @bad
@@ -52,14 +42,10 @@ def a_halo_of_a_halo_that_adds_nothing_fixed(mesh, fix):
     np.testing.assert_array_equal(body(SAME, lambda x: fix(x=wide(x))[4:], mesh), np.roll(X, -2, 0))
 
 
-@bad
-def a_halo_of_a_composite(mesh):
-    body(SAME, lambda x: stencil.halo(x, "(n m)/dp d -> 1+(n m)/dp+1 d", m=2), mesh)
-
-
-@bad
-def an_unknown_edge(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="wrap"), mesh)
+bad(
+    a_halo_of_a_composite=lambda mesh: body(SAME, lambda x: stencil.halo(x, "(n m)/dp d -> 1+(n m)/dp+1 d", m=2), mesh),
+    an_unknown_edge=lambda mesh: body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="wrap"), mesh),
+)
 
 
 @fixed
@@ -68,19 +54,15 @@ def an_unknown_edge_fixed(mesh):
     np.testing.assert_array_equal(out, np.roll(X, -1, 0))
 
 
-@bad
-def an_edge_misspelled(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="symetric"), mesh)
-
-
-@bad
-def an_edge_that_is_a_vector(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge={"b": jnp.ones(4)}), mesh)
-
-
-@bad
-def an_edge_of_no_kind(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge=None), mesh)
+bad(
+    an_edge_misspelled=lambda mesh: body(
+        SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge="symetric"), mesh
+    ),
+    an_edge_that_is_a_vector=lambda mesh: body(
+        SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge={"b": jnp.ones(4)}), mesh
+    ),
+    an_edge_of_no_kind=lambda mesh: body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge=None), mesh),
+)
 
 
 @bad
@@ -95,39 +77,29 @@ def an_edge_missing(mesh):
     body(SAME, step, mesh)
 
 
-@bad
-def an_edge_missing_of_a_difference(mesh):
-    body(SAME, lambda x: stencil.diff(x, "b/dp [d]", edge={"b": "periodic"}), mesh)
-
-
-@bad
-def three_ends(mesh):
-    body(SAME, lambda x: stencil.convolve(x, np.ones(3, np.float32), "[b/dp] d", edge=("zero", "edge", "zero")), mesh)
-
-
-@bad
-def half_periodic(mesh):
-    body(SAME, lambda x: stencil.diff(x, "[b/dp] d", edge={"b": ("periodic", "zero")}), mesh)
-
-
-@bad
-def a_fraction_beyond_integers(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge=0.5)[1:-1], mesh, X.astype(int))
-
-
-@bad
-def a_sign_for_unsigned_numbers(mesh):
-    body(SAME, lambda x: stencil.diff(x, "[b/dp] d", edge="antisymmetric"), mesh, X.astype(np.uint8))
-
-
-@bad
-def a_mirror_between_cells_wider_than_the_array(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> b/dp d+5", edge={"d": "symmetric"}), mesh)
-
-
-@bad
-def a_mirror_wider_than_the_array(mesh):
-    body(SAME, lambda x: stencil.halo(x, "b/dp d -> b/dp d+4", edge="reflect"), mesh)
+bad(
+    an_edge_missing_of_a_difference=lambda mesh: body(
+        SAME, lambda x: stencil.diff(x, "b/dp [d]", edge={"b": "periodic"}), mesh
+    ),
+    three_ends=lambda mesh: body(
+        SAME, lambda x: stencil.convolve(x, np.ones(3, np.float32), "[b/dp] d", edge=("zero", "edge", "zero")), mesh
+    ),
+    half_periodic=lambda mesh: body(
+        SAME, lambda x: stencil.diff(x, "[b/dp] d", edge={"b": ("periodic", "zero")}), mesh
+    ),
+    a_fraction_beyond_integers=lambda mesh: body(
+        SAME, lambda x: stencil.halo(x, "b/dp d -> 1+b/dp+1 d", edge=0.5)[1:-1], mesh, X.astype(int)
+    ),
+    a_sign_for_unsigned_numbers=lambda mesh: body(
+        SAME, lambda x: stencil.diff(x, "[b/dp] d", edge="antisymmetric"), mesh, X.astype(np.uint8)
+    ),
+    a_mirror_between_cells_wider_than_the_array=lambda mesh: body(
+        SAME, lambda x: stencil.halo(x, "b/dp d -> b/dp d+5", edge={"d": "symmetric"}), mesh
+    ),
+    a_mirror_wider_than_the_array=lambda mesh: body(
+        SAME, lambda x: stencil.halo(x, "b/dp d -> b/dp d+4", edge="reflect"), mesh
+    ),
+)
 
 
 @bad
@@ -145,24 +117,18 @@ def a_halo_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_allclose(out, X + np.roll(X.sum(0), -1))
 
 
-@bad
-def a_stencil_that_keeps_its_margins(mesh):
-    body(SAME, stencil.stencil(lambda u: u, "1+b/dp+1 d -> b/dp d"), mesh)
-
-
-@bad
-def a_stencil_without_a_function(mesh):
-    body(SAME, lambda x: stencil.stencil(x, "1+b/dp+1 d -> b/dp d"), mesh)
-
-
-@bad
-def weights_of_another_rank(mesh):
-    body("x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.ones((3, 3)), "[x/dp]"), mesh, V)
-
-
-@bad
-def weights_of_another_dtype(mesh):
-    body("x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.arange(3), "[x/dp]"), mesh, V)
+bad(
+    a_stencil_that_keeps_its_margins=lambda mesh: body(
+        SAME, stencil.stencil(lambda u: u, "1+b/dp+1 d -> b/dp d"), mesh
+    ),
+    a_stencil_without_a_function=lambda mesh: body(SAME, lambda x: stencil.stencil(x, "1+b/dp+1 d -> b/dp d"), mesh),
+    weights_of_another_rank=lambda mesh: body(
+        "x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.ones((3, 3)), "[x/dp]"), mesh, V
+    ),
+    weights_of_another_dtype=lambda mesh: body(
+        "x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.arange(3), "[x/dp]"), mesh, V
+    ),
+)
 
 
 @fixed
@@ -171,9 +137,9 @@ def weights_of_another_dtype_fixed(mesh, fix):
     np.testing.assert_allclose(body("x/dp -> x/dp", fn, mesh, V), np.convolve(V, np.float32([0, 1, 2]), "same"))
 
 
-@bad
-def a_difference_along_nothing(mesh):
-    body(SAME, lambda x: stencil.diff(x, "b/dp d"), mesh)
+bad(
+    a_difference_along_nothing=lambda mesh: body(SAME, lambda x: stencil.diff(x, "b/dp d"), mesh),
+)
 
 
 @bad
@@ -198,44 +164,26 @@ def wide(x):
     return jnp.pad(x, ((1, 1), (0, 0)))
 
 
-@bad
-def a_deposit_without_margins(mesh):
-    body(SAME, lambda x: stencil.deposit(x, SAME), mesh)
-
-
-@bad
-def a_deposit_of_an_array_without_its_margin(mesh):
-    body(SAME, lambda x: stencil.deposit(x, "1+b/dp+1 d -> b/dp d"), mesh)
-
-
-@bad
-def a_deposit_that_moves_more(mesh):
-    body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b d"), mesh)
-
-
-@fixed
-def a_deposit_that_moves_more_fixed(mesh, fix):
-    np.testing.assert_array_equal(body(SAME, lambda x: fix(x=wide(x)), mesh), X)
-
-
-@bad
-def a_deposit_that_makes_margins_wider(mesh):
-    body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> 2+b/dp+1 d"), mesh)
-
-
-@bad
-def a_deposit_onto_a_number(mesh):
-    body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b/dp d", edge=2.0), mesh)
-
-
-@bad
-def a_deposit_of_booleans(mesh):
-    body(SAME, lambda x: stencil.deposit(wide(x > 0), "1+b/dp+1 d -> b/dp d"), mesh)
-
-
-@bad
-def a_deposit_of_a_partial_sum(mesh):
-    body("b/dp d/tp -> b/dp", lambda x: stencil.deposit(jnp.pad(x.sum(1), 1), "1+b/dp+1 {U:tp} -> b/dp {U:tp}"), mesh)
+bad(
+    a_deposit_without_margins=lambda mesh: body(SAME, lambda x: stencil.deposit(x, SAME), mesh),
+    a_deposit_of_an_array_without_its_margin=lambda mesh: body(
+        SAME, lambda x: stencil.deposit(x, "1+b/dp+1 d -> b/dp d"), mesh
+    ),
+    a_deposit_that_moves_more=(
+        lambda mesh: body(SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b d"), mesh),
+        lambda mesh, fix: np.testing.assert_array_equal(body(SAME, lambda x: fix(x=wide(x)), mesh), X),
+    ),
+    a_deposit_that_makes_margins_wider=lambda mesh: body(
+        SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> 2+b/dp+1 d"), mesh
+    ),
+    a_deposit_onto_a_number=lambda mesh: body(
+        SAME, lambda x: stencil.deposit(wide(x), "1+b/dp+1 d -> b/dp d", edge=2.0), mesh
+    ),
+    a_deposit_of_booleans=lambda mesh: body(SAME, lambda x: stencil.deposit(wide(x > 0), "1+b/dp+1 d -> b/dp d"), mesh),
+    a_deposit_of_a_partial_sum=lambda mesh: body(
+        "b/dp d/tp -> b/dp", lambda x: stencil.deposit(jnp.pad(x.sum(1), 1), "1+b/dp+1 {U:tp} -> b/dp {U:tp}"), mesh
+    ),
+)
 
 
 @fixed
@@ -244,9 +192,11 @@ def a_deposit_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_allclose(total, X.sum(1), rtol=1e-5)
 
 
-@bad
-def a_deposit_of_a_composite(mesh):
-    body(SAME, lambda x: stencil.deposit(wide(x), "1+(n m)/dp+1 d -> (n m)/dp d", m=2), mesh)
+bad(
+    a_deposit_of_a_composite=lambda mesh: body(
+        SAME, lambda x: stencil.deposit(wide(x), "1+(n m)/dp+1 d -> (n m)/dp d", m=2), mesh
+    ),
+)
 
 
 # --- rows that go to their owners
@@ -260,31 +210,11 @@ def sent(rows="[b/dp] d", owner=jnp.int32, partial=False, **more):
     return run
 
 
-@bad
-def an_exchange_without_brackets(mesh):
-    body(SAME, sent("b/dp d"), mesh)
-
-
-@bad
-def owners_that_are_floats(mesh):
-    body(SAME, sent(owner=jnp.float32), mesh)
-
-
-@bad
-def an_exchange_without_room(mesh):
-    body(SAME, sent(capacity=0), mesh)
-
-
-@bad
-def a_hop_to_nowhere(mesh):
-    body(SAME, sent(hops=(1, 0)), mesh)
-
-
-@bad
-def an_exchange_by_two_ways(mesh):
-    body(SAME, sent(hops=(1,), ragged=True), mesh)
-
-
-@bad
-def an_exchange_of_partial_sums(mesh):
-    body("b/dp d/tp -> b/dp d", sent("[b/dp] d {U:tp}", partial=True), mesh)
+bad(
+    an_exchange_without_brackets=lambda mesh: body(SAME, sent("b/dp d"), mesh),
+    owners_that_are_floats=lambda mesh: body(SAME, sent(owner=jnp.float32), mesh),
+    an_exchange_without_room=lambda mesh: body(SAME, sent(capacity=0), mesh),
+    a_hop_to_nowhere=lambda mesh: body(SAME, sent(hops=(1, 0)), mesh),
+    an_exchange_by_two_ways=lambda mesh: body(SAME, sent(hops=(1,), ragged=True), mesh),
+    an_exchange_of_partial_sums=lambda mesh: body("b/dp d/tp -> b/dp d", sent("[b/dp] d {U:tp}", partial=True), mesh),
+)

@@ -1,7 +1,5 @@
 """Arrays with margins, by `np.pad`: what halos and stencils are compared with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax.numpy as jnp

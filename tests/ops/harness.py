@@ -1,7 +1,5 @@
 """Running a body of operations in each mode, without kernels: `shard_map` written by hand."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -3,8 +3,6 @@
 python -m tests.ops.temporaries
 """
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """What every operation along brackets relies on: one operation, written here, in two ways that must agree."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """annotate, assert_equal, debug_print, per_shard, typeof: what a body says about its values."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +14,8 @@ from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.mesh import make_mesh
 from spmd.modes import MODES, mode
-from spmd.ops._annotate import ValueType, annotate, assert_equal, debug_print, per_shard, typeof
+from spmd.ops import annotate, assert_equal, debug_print, per_shard, typeof
+from spmd.ops._annotate import ValueType
 from tests.checker.harness import suspicions
 
 X = np.arange(48, dtype=np.float32).reshape(8, 6)

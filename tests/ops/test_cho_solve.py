@@ -1,7 +1,5 @@
 """`linalg.cho_solve` of matrices whose rows are divided, against LAPACK on the whole matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

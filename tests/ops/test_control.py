@@ -1,7 +1,5 @@
 """`cond`: one branch where devices agree, a selection where they may not; values and gradients in all modes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Deposits against the transpose of `np.pad`, written as matrices; halos as their gradients, and what they send."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What lies beyond the ends of an array, against `np.pad`."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Rows that go to their owners, against the simulator, which moves them one by one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

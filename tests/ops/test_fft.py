@@ -1,7 +1,5 @@
 """Fourier transforms: against NumPy and, for gradients, jnp.fft on whole arrays; the collectives by formula."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

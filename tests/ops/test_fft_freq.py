@@ -1,7 +1,5 @@
 """Frequencies of Fourier transforms: against NumPy, and as derivatives."""
 
-from __future__ import annotations
-
 import jax
 import numpy as np
 import pytest

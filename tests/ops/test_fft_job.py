@@ -1,7 +1,5 @@
 """What the string of a transform asks for, as numbers: sizes and axes before and after."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

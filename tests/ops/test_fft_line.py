@@ -1,7 +1,5 @@
 """A transform in two factors over divided blocks, against NumPy on the whole dimension."""
 
-from __future__ import annotations
-
 import math
 
 import jax.numpy as jnp

@@ -1,7 +1,5 @@
 """Rearrangements with a way back of their own: values against NumPy, and no array of zeros in a gradient."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Routes of transforms: each stage is possible, the ends are right, and no other order of stages sends fewer bytes."""
 
-from __future__ import annotations
-
 import dataclasses
 import heapq
 import itertools

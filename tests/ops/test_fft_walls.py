@@ -1,7 +1,5 @@
 """Cosine and sine transforms: against scipy, as matrices and on divided arrays; the collectives by formula."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """`spmd.fused`: what explain counts of a function that is meant to be one kernel, and that nothing else changes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """`linalg.gmres` of divided vectors, against LAPACK's solution of the whole system."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One contract for gradients: taken inside or outside a kernel, in every mode, they are those of one device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

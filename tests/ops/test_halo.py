@@ -1,7 +1,5 @@
 """Halos against `np.pad`, block by block; their adjoints, what they send, and halos of halos."""
 
-from __future__ import annotations
-
 import itertools
 
 import jax

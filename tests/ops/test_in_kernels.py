@@ -1,7 +1,5 @@
 """Small programs of several operations, through `kernel` with its checks on, in all modes."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

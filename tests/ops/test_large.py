@@ -1,7 +1,5 @@
 """More than 2^31 elements, and positions beyond them: nothing is allocated here, and nothing wraps around."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

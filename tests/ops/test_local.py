@@ -1,7 +1,5 @@
 """Islands: per-shard code gives the same values and gradients in all modes, or an error that says why not."""
 
-from __future__ import annotations
-
 import contextlib
 
 import jax
@@ -16,8 +14,7 @@ from spmd.errors import CommunicationError, LayoutError, ModeError, ReplicationE
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES
-from spmd.ops._local import local, opaque
-from spmd.ops._sizes import axis_index, size
+from spmd.ops import axis_index, local, opaque, size
 from spmd.testing import assert_modes_agree
 from tests.checker.harness import suspicions
 

@@ -1,7 +1,5 @@
 """`meanwhile`: both results are what the functions give, in every mode, with their collectives and no others."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

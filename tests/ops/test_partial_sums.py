@@ -1,7 +1,5 @@
 """What the right side makes of partial sums: read off again by other means, and compared with the simulator's numbers."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """`linalg.qr` of tall matrices, against LAPACK on the whole matrix."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """Rows that travel without gaps, in `exchange`. Those of experts are in `tests/parallel/test_dropless.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """`spmd.random` is `jax.random` on the whole shape, bit for bit, on every mesh."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random as pyrandom
@@ -15,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from spmd import random
-from spmd.errors import LayoutError, ModeError, ReplicationError, SizeError
+from spmd.errors import ModeError, ReplicationError
 from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.modes import MODES, Frame
@@ -354,24 +352,6 @@ def message(body, kind, key=KEY, mesh=None):
     return str(caught.value).strip("\n")
 
 
-def test_error_unknown_size():
-    assert message(lambda k: random.normal(k, "b/dp d", b=4), SizeError) == (
-        'random.normal(key, "b/dp d")\n'
-        "                         ^\n"
-        "the size of d is not known.\n"
-        "advice: say it: d=..."
-    )  # fmt: skip
-
-
-def test_error_another_generator():
-    assert message(lambda k: random.normal(k, "b/dp", b=4), ModeError, jax.random.key(0, impl="rbg")) == (
-        'random.normal(key, "b/dp")\n'
-        "the numbers of rbg depend on the shape of the whole draw, so no shard can be drawn alone.\n"
-        "got: a key of rbg\n"
-        'fix: jax.random.key(seed, impl="threefry2x32")'
-    )
-
-
 def test_error_the_older_threefry():
     with jax.threefry_partitionable(False):
         assert message(lambda k: random.normal(k, "b/dp", b=4), ModeError) == (
@@ -390,25 +370,6 @@ def test_error_a_key_that_differs():
     text = message(body, ReplicationError)
     assert text.startswith('random.normal(key, "b/dp")\nthe key must be the same on every device: it varies along dp,')
     assert "got:\n- key: uint32[2]{V:dp}\n- mesh dp=2\nadvice: pass one key" in text
-
-
-@pytest.mark.parametrize(
-    ("body", "kind", "rule"),
-    [
-        (lambda k: random.normal("b/dp", k), LayoutError, "the key comes first, then the layout."),
-        (lambda k: random.normal(0, "b/dp", b=4), LayoutError, "is a random key.\ngot: int\n"),
-        (lambda k: random.normal(jnp.ones(2), "b/dp", b=4), LayoutError, "is a random key.\ngot: float32[2]"),
-        (lambda k: random.normal(jax.random.split(k), "b/dp", b=4), LayoutError, "got: keys of shape (2,)"),
-        (lambda k: random.normal(k, "... b/dp", b=4), LayoutError, "the size of ... is not known here."),
-        (lambda k: random.normal(k, "_ b/dp", b=4), LayoutError, "the size of _ is not known here."),
-        (lambda k: random.normal(k, "1+b/dp+1", b=4), LayoutError, "random values have no margins"),
-        (lambda k: random.normal(k, "b {U:dp}", b=4), LayoutError, 'advice: "b"'),
-        (lambda k: random.uniform(k, "b", b=4, maxval=jnp.ones(4)), LayoutError, "maxval is one number for"),
-        (lambda k: random.normal(k, "b/dp", b=3), SizeError, "b of size 3 does not divide into the 2 blocks"),
-    ],
-)
-def test_errors(body, kind, rule):
-    assert rule in message(body, kind)
 
 
 def test_error_outside_a_kernel():

@@ -1,7 +1,5 @@
 """`scatter_add`: rows added to whole and divided tables, against the simulator, which adds them one by one."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

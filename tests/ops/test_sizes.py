@@ -1,7 +1,5 @@
 """Sizes, offsets and places: the same answers from strings in all modes, and errors that say what to do."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -14,9 +12,7 @@ from spmd.errors import LayoutError, MeshError, ModeError, SizeError
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES, Frame, scope
-from spmd.ops._gradients import grad
-from spmd.ops._reduce import reduce
-from spmd.ops._sizes import axis_index, axis_size, local_size, offset, size
+from spmd.ops import axis_index, axis_size, grad, local_size, offset, reduce, size
 
 X = np.zeros((8, 6), np.float32)
 

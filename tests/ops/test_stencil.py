@@ -1,7 +1,5 @@
 """Stencils, differences and convolutions against the whole array."""
 
-from __future__ import annotations
-
 import math
 
 import jax

@@ -1,7 +1,5 @@
 """What the solvers read of a call: which axes divide the vector, and how many elements it has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax
@@ -16,7 +14,7 @@ from spmd.linalg import cg, cholesky, gmres, qr
 from spmd.modes import MODES
 from spmd.ops._system import System, system
 from tests.ops.harness import close, make_mesh, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, mixed, seeds, share
 
 
 def test_axes_and_size_of_a_vector_in_every_mode() -> None:
@@ -59,8 +57,7 @@ def coupled(turn: complex, against: complex, neighbours: Any, total: Any) -> Any
     return apply
 
 
-@pytest.mark.parametrize("dtype", ["float32", "complex64"])
-@pytest.mark.parametrize("solver", [cg, gmres])
+@pytest.mark.parametrize(("solver", "dtype"), share(mixed([cg, gmres], ["float32", "complex64"])))
 def test_a_pytree_of_arrays_is_one_vector(solver: Any, dtype: str) -> None:
     """Against LAPACK, with gradients, a first guess and a preconditioner."""
     turn = 0.5 + 0.8j if "complex" in dtype else 0.5
@@ -156,7 +153,7 @@ def test_gradients_of_arrays_that_are_whole_or_divided_over_other_axes(solve: An
         jax.tree.map(lambda x, y: close(x, y, 1e-4), found, wanted)
 
 
-@pytest.mark.parametrize("solve", [cg, gmres], ids=lambda solve: solve.__name__)
+@pytest.mark.parametrize("solve", share([cg, gmres]), ids=lambda solve: solve.__name__)
 def test_second_derivatives_of_a_whole_array(solve: Any) -> None:
     b, scale = jnp.asarray(Sampler(1).array((4, 3))), jnp.float32(1.5)
 

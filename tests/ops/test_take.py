@@ -1,19 +1,16 @@
 """`take`: rows of whole and divided tables."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import spmd
-from spmd.errors import CommunicationError, LayoutError
 from spmd.modes import MODES
 from spmd.ops import take
 from tests import simulator
 from tests.ops.harness import backward_counts, close, counts, frame, pulled, run
-from tests.sampler import Sampler, seeds, share
+from tests.sampler import Sampler, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -58,20 +55,6 @@ def test_values_and_gradients_in_every_mode(pattern: str) -> None:
     for mode in MODES if pattern == PATTERNS[0] else ("explicit", "reference"):
         fn = run(lambda t, i: take(t, i, pattern, **known), MESH, plain, output, mode)
         jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, table, ids, by=weights), expected)
-
-
-@pytest.mark.parametrize("seed", seeds(4))
-def test_random_meshes(seed: int) -> None:
-    sampler = Sampler(seed)
-    mesh = sampler.mesh()
-    names = list(mesh)
-    rows, ids = "/".join(["[v", names[0]]) + "]", "/".join(["b", names[1]])
-    pattern = f"{rows} d, {ids} s -> {ids} d s/{names[0]}"
-    v, b = mesh[names[0]] * 3, mesh[names[1]] * 2
-    table, numbers = sampler.array((v, 5), sampler.dtype()), sampler.rng.integers(0, v, (b, mesh[names[0]] * 2))
-    plain = [f"v/{names[0]} d", f"{ids} s"]
-    fn = run(lambda t, i: take(t, i, pattern), mesh, plain, f"{ids} d s/{names[0]}")
-    close(fn(jnp.asarray(table), jnp.asarray(numbers, jnp.int32)), simulator.take(table, numbers, pattern), 0.02)
 
 
 @pytest.mark.parametrize(
@@ -203,101 +186,3 @@ def test_an_axis_of_the_batch_sends_nothing(pattern: str, forward: dict, both: d
     fn = run(one, MESH, plain, output)
     report = spmd.inspect.collectives(jax.jit(fn).lower(table, ids).compile(), mesh=frame(MESH).mesh)
     assert sum(row.total_bytes for row in report) == size * (4 // 2 * 8 * 8 * 4) * 3 // 4
-
-
-GOLDEN = [
-    (
-        "b/dp [v/tp] d, b n -> b/dp n d",
-        """\
-take(x, y, "b/dp [v/tp] d, b n -> b/dp n d")
-                           ^
-a dimension has the same slashes in all operands, and b is b/dp in operand 0 and b in operand 1.
-got:
-- operand 0: "b/dp [v/tp] d"
-- operand 1: "b n"
-fix: spmd.take(table, spmd.split(ids, "b n -> b/dp n"), "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
-    ),
-    (
-        "b [v/tp] d, b/dp n -> b/dp n d",
-        """\
-take(x, y, "b [v/tp] d, b/dp n -> b/dp n d")
-                        ^^^^
-a dimension has the same slashes in all operands, and b is b in operand 0 and b/dp in operand 1.
-got:
-- operand 0: "b [v/tp] d"
-- operand 1: "b/dp n"
-fix: spmd.take(spmd.split(table, "b v/tp d -> b/dp v/tp d"), ids, "b/dp [v/tp] d, b/dp n -> b/dp n d")""",
-    ),
-    (
-        "b/dp [v/tp] d, b/dp n/tp -> b/dp n d",
-        """\
-take(x, y, "b/dp [v/tp] d, b/dp n/tp -> b/dp n d")
-                                ^^^^
-axis tp divides ids and is used by the table: a device would look up its own numbers in its own part of the table only.
-got:
-- the table: v/tp
-- ids: n/tp
-advice: all_gather(ids, "b/dp n/tp -> b/dp n") first, or gather the table""",
-    ),
-    (
-        "b/dp [v/tp] d, b/dp v -> b/dp v d",
-        """\
-take(x, y, "b/dp [v/tp] d, b/dp v -> b/dp v d")
-                                ^
-ids count along v of the table, and have a dimension of that name: give it another name.""",
-    ),
-    (
-        "[v/tp] d, b/tp s -> b/tp s d",
-        """\
-take(x, y, "[v/tp] d, b/tp s -> b/tp s d")
-                      ^^^^
-axis tp divides ids and is used by the table: a device would look up its own numbers in its own part of the table only.
-got:
-- the table: v/tp
-- ids: b/tp
-advice: all_gather(ids, "b/tp s -> b s") first, or gather the table""",
-    ),
-    (
-        "[v] d, b/dp s -> b/dp s d/tp",
-        """\
-take(x, y, "[v] d, b/dp s -> b/dp s d/tp")
-                                    ^^^^
-tp on d/tp has nothing to scatter: nothing is a partial sum along it. That is a split.
-got:
-- no partial sum
-- mesh dp=2, tp=4
-fix: spmd.split(spmd.take(table, ids, "[v] d, b/dp s -> b/dp s d"), "b/dp s d -> b/dp s d/tp")""",
-    ),
-    (
-        "v/tp d, b s -> b s d",
-        """\
-take(x, y, "v/tp d, b s -> b s d")
-take looks up along the one dimension of the table that is in brackets.
-got: 0 dimensions in brackets
-advice: as in "[v/tp] d, b s -> b s d\"""",
-    ),
-]
-
-
-@pytest.mark.parametrize(("pattern", "expected"), GOLDEN)
-def test_errors_say_what_is_wrong_and_what_to_write(pattern: str, expected: str) -> None:
-    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
-        take(jnp.ones((4, 16, 8) if pattern[0] == "b" else (16, 8)), jnp.zeros((4, 8), jnp.int32), pattern)
-    assert str(caught.value).strip("\n") == expected
-
-
-@pytest.mark.parametrize(
-    ("ids", "pattern", "part"),
-    [
-        (jnp.zeros((4, 8)), "[v/tp] d, b s -> b s d", "ids are integers, not float32"),
-        (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s", "d is on the left only"),
-        (jnp.zeros((4, 8), int), "b [s/tp], b s -> b s", "give it another name"),
-        (jnp.zeros((4, 8), int), "[v/tp] d, b s {U:dp} -> b s d", "must be complete numbers"),
-        (jnp.zeros((4, 8), int), "[v/tp] d, b s -> b s v", "v is on the right and not on the left"),
-    ],
-)
-def test_other_errors(ids: jax.Array, pattern: str, part: str) -> None:
-    table = jnp.ones((4, 8)) if pattern.startswith("b") else jnp.ones((16, 8))
-    with frame(MESH).enter(), pytest.raises((CommunicationError, LayoutError)) as caught:
-        take(table, ids, pattern)
-    assert part in str(caught.value)

@@ -1,7 +1,5 @@
 """Wrong calls of rings, of Ulysses and of placements of a sequence."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 import spmd
@@ -18,14 +16,14 @@ def run(mesh, body, signature=HEADS, q=(2, 8, 4, 2), k=(2, 8, 2, 2)):
 RING = "b s/dp h k, b s/dp g k -> b s/dp h k"
 
 
-@bad
-def an_unknown_placement(mesh):
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zig-zag"), RING)
-
-
-@bad
-def a_ring_in_negative_chunks(mesh):
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", chunk=-3), RING)
+bad(
+    an_unknown_placement=lambda mesh: run(
+        mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", placement="zig-zag"), RING
+    ),
+    a_ring_in_negative_chunks=lambda mesh: run(
+        mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp", chunk=-3), RING
+    ),
+)
 
 
 @bad
@@ -40,11 +38,11 @@ def zigzag_of_what_does_not_divide(mesh):
     run(mesh, body, RING, q=(2, 6, 4, 2), k=(2, 6, 2, 2))
 
 
-@bad
-def stripes_of_what_does_not_divide(mesh):
-    spmd.kernel("s/dp -> s/dp", mesh=mesh)(lambda x: parallel.place_sequence(x, "striped", cp="dp", axis=0))(
-        jnp.ones(6)
-    )
+bad(
+    stripes_of_what_does_not_divide=lambda mesh: spmd.kernel("s/dp -> s/dp", mesh=mesh)(
+        lambda x: parallel.place_sequence(x, "striped", cp="dp", axis=0)
+    )(jnp.ones(6)),
+)
 
 
 @bad
@@ -53,24 +51,18 @@ def causal_across_sequences(mesh):
     run(mesh, ring, "b s/dp h k, b t/dp g k -> b s/dp h k", k=(2, 4, 2, 2))
 
 
-@bad
-def ring_key_heads_that_serve_unequally(mesh):
-    run(mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp"), RING, q=(2, 8, 5, 2))
-
-
-@bad
-def too_few_heads_for_ulysses(mesh):
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp"), RING, q=(2, 8, 1, 2), k=(2, 8, 1, 2))
-
-
-@bad
-def a_balanced_order_for_nobody(mesh):
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", placement="zigzag"), RING)
-
-
-@bad
-def chunks_for_nobody(mesh):
-    run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", chunk=2), RING)
+bad(
+    ring_key_heads_that_serve_unequally=lambda mesh: run(
+        mesh, lambda q, k: parallel.ring_attention(q, k, k, cp="dp"), RING, q=(2, 8, 5, 2)
+    ),
+    too_few_heads_for_ulysses=lambda mesh: run(
+        mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp"), RING, q=(2, 8, 1, 2), k=(2, 8, 1, 2)
+    ),
+    a_balanced_order_for_nobody=lambda mesh: run(
+        mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", placement="zigzag"), RING
+    ),
+    chunks_for_nobody=lambda mesh: run(mesh, lambda q, k: parallel.ulysses_attention(q, k, k, cp="dp", chunk=2), RING),
+)
 
 
 @bad

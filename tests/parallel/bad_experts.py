@@ -1,7 +1,5 @@
 """Layers of experts that cannot be."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd
@@ -9,6 +7,8 @@ from spmd import parallel
 from tests.errors.registry import X, bad, body, fixed
 
 TOKENS = np.ones((8, 8, 3), np.float32)
+
+
 ROUTER, IN, OUT = np.ones((3, 8), np.float32), np.ones((8, 3, 4), np.float32), np.ones((8, 4, 3), np.float32)
 
 
@@ -25,34 +25,24 @@ def experts(tokens: str, weights: str, mesh, k=2, shared=False, **options):
     return body(pattern, fn, mesh, TOKENS, ROUTER, IN, IN, OUT)
 
 
-@bad
-def experts_divided_where_no_tokens_are(mesh):
-    experts("b/dp s d", "e/tp {}", mesh, dp="dp", ep="tp")
-
-
-@fixed
-def experts_divided_where_no_tokens_are_fixed(mesh):
-    experts("b/dp/tp s d", "e/tp {}", mesh, dp=("dp", "tp"), ep="tp")
-
-
-@bad
-def experts_before_the_last_axis_of_the_batch(mesh):
-    experts("b/dp/tp s d", "e/dp {}", mesh, dp=("dp", "tp"), ep="dp")
-
-
-@bad
-def hidden_units_divided_like_the_batch(mesh):
-    experts("b/dp/tp s d", "e/tp {}", mesh, dp=("tp", "dp"), ep="dp", tp="tp")
-
-
-@bad
-def shared_expert_across_two_axes_of_the_sequence(mesh):
-    experts("b s/dp/tp d", "e/tp {}", mesh, sp=("dp", "tp"), ep="tp", tp="dp", shared=True)
-
-
-@bad
-def groups_that_cut_blocks(mesh):
-    experts("b/dp s/tp d", "e/tp {}", mesh, dp="dp", sp="tp", ep="tp", groups=(2, 2))
+bad(
+    experts_divided_where_no_tokens_are=(
+        lambda mesh: experts("b/dp s d", "e/tp {}", mesh, dp="dp", ep="tp"),
+        lambda mesh: experts("b/dp/tp s d", "e/tp {}", mesh, dp=("dp", "tp"), ep="tp"),
+    ),
+    experts_before_the_last_axis_of_the_batch=lambda mesh: experts(
+        "b/dp/tp s d", "e/dp {}", mesh, dp=("dp", "tp"), ep="dp"
+    ),
+    hidden_units_divided_like_the_batch=lambda mesh: experts(
+        "b/dp/tp s d", "e/tp {}", mesh, dp=("tp", "dp"), ep="dp", tp="tp"
+    ),
+    shared_expert_across_two_axes_of_the_sequence=lambda mesh: experts(
+        "b s/dp/tp d", "e/tp {}", mesh, sp=("dp", "tp"), ep="tp", tp="dp", shared=True
+    ),
+    groups_that_cut_blocks=lambda mesh: experts(
+        "b/dp s/tp d", "e/tp {}", mesh, dp="dp", sp="tp", ep="tp", groups=(2, 2)
+    ),
+)
 
 
 @fixed
@@ -64,9 +54,9 @@ def groups_that_cut_blocks_fixed(mesh, fix):
         )
 
 
-@bad
-def groups_as_one_number(mesh):
-    experts("b/dp s d", "e {}", mesh, dp="dp", groups=4)
+bad(
+    groups_as_one_number=lambda mesh: experts("b/dp s d", "e {}", mesh, dp="dp", groups=4),
+)
 
 
 @fixed
@@ -76,9 +66,9 @@ def groups_as_one_number_fixed(mesh, fix):
         np.testing.assert_allclose(out, experts("b/dp s d", "e {}", mesh, dp="dp", **fix()), rtol=1e-5)
 
 
-@bad
-def groups_that_do_not_divide_the_batch(mesh):
-    experts("b/dp s d", "e {}", mesh, dp="dp", groups=(6, 1))
+bad(
+    groups_that_do_not_divide_the_batch=lambda mesh: experts("b/dp s d", "e {}", mesh, dp="dp", groups=(6, 1)),
+)
 
 
 @fixed
@@ -88,14 +78,10 @@ def groups_that_do_not_divide_the_batch_fixed(mesh, fix):
         np.testing.assert_allclose(out, experts("b/dp s d", "e {}", mesh, dp="dp", **fix()), rtol=1e-5)
 
 
-@bad
-def experts_without_places(mesh):
-    experts("b/dp s d", "e {}", mesh, dp="dp", capacity_factor=0)
-
-
-@bad
-def experts_with_a_bound_on_rows_and_a_capacity(mesh):
-    experts("b/dp s d", "e {}", mesh, dp="dp", rows=12)
+bad(
+    experts_without_places=lambda mesh: experts("b/dp s d", "e {}", mesh, dp="dp", capacity_factor=0),
+    experts_with_a_bound_on_rows_and_a_capacity=lambda mesh: experts("b/dp s d", "e {}", mesh, dp="dp", rows=12),
+)
 
 
 @fixed
@@ -105,38 +91,24 @@ def experts_with_a_bound_on_rows_and_a_capacity_fixed(mesh, fix):
         np.testing.assert_allclose(out, experts("b/dp s d", "e {}", mesh, dp="dp", rows=12, **fix()), rtol=1e-5)
 
 
-@bad
-def experts_with_room_for_no_row(mesh):
-    experts("b/dp s d", "e {}", mesh, dp="dp", capacity_factor=None, rows=0)
-
-
-@bad
-def more_choices_than_experts(mesh):
-    experts("b/dp s d", "e {}", mesh, k=9, dp="dp")
-
-
-@bad
-def scores_of_an_unknown_kind(mesh):
-    body("b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=2, scores="relu").weights, mesh, X, ROUTER.T[:4])
+bad(
+    experts_with_room_for_no_row=lambda mesh: experts("b/dp s d", "e {}", mesh, dp="dp", capacity_factor=None, rows=0),
+    more_choices_than_experts=lambda mesh: experts("b/dp s d", "e {}", mesh, k=9, dp="dp"),
+    scores_of_an_unknown_kind=lambda mesh: body(
+        "b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=2, scores="relu").weights, mesh, X, ROUTER.T[:4]
+    ),
+)
 
 
 def among_groups(mesh, among, k=2):
     body("b/dp d, d e -> b/dp k", lambda x, w: parallel.router(x, w, k=k, among=among).weights, mesh, X, ROUTER.T[:4])
 
 
-@bad
-def groups_of_experts_as_one_number(mesh):
-    among_groups(mesh, 3)
-
-
-@bad
-def groups_of_experts_of_different_sizes(mesh):
-    among_groups(mesh, (2, 1))
-
-
-@bad
-def more_choices_than_experts_in_the_groups(mesh):
-    among_groups(mesh, (3, 1))
+bad(
+    groups_of_experts_as_one_number=lambda mesh: among_groups(mesh, 3),
+    groups_of_experts_of_different_sizes=lambda mesh: among_groups(mesh, (2, 1)),
+    more_choices_than_experts_in_the_groups=lambda mesh: among_groups(mesh, (3, 1)),
+)
 
 
 def router_gradient(mesh, finish=lambda result: result):
@@ -149,9 +121,9 @@ def router_gradient(mesh, finish=lambda result: result):
     return body("b/dp d, d e -> d e", fn, mesh, X, ROUTER.T[:4] * np.arange(1, 4, dtype=np.float32))
 
 
-@bad
-def router_gradient_left_partial(mesh):
-    router_gradient(mesh)
+bad(
+    router_gradient_left_partial=lambda mesh: router_gradient(mesh),
+)
 
 
 @fixed

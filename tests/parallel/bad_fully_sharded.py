@@ -1,7 +1,5 @@
 """Wrong uses of what rests divided: layouts, gathers, stacks, norms, accumulation."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,9 +28,9 @@ def square(w, x):
     return spmd.reduce(x**2, "b/dp -> {U:dp}") * w.sum()
 
 
-@bad
-def nothing_is_divided(mesh):
-    parallel.fsdp_layouts(W, {"w": "d f", "scale": "d"}, fsdp="dp", mesh=mesh)
+bad(
+    nothing_is_divided=lambda mesh: parallel.fsdp_layouts(W, {"w": "d f", "scale": "d"}, fsdp="dp", mesh=mesh),
+)
 
 
 @fixed
@@ -41,49 +39,23 @@ def nothing_is_divided_fixed(mesh):
     assert str(found.at_rest["w"]) == "d/dp f"
 
 
-@bad
-def fsdp_over_an_unknown_axis(mesh):
-    parallel.fsdp_layouts(W, fsdp="pd", mesh=mesh)
-
-
-@bad
-def fsdp_over_a_number(mesh):
-    parallel.fsdp_layouts(W, fsdp=2, mesh=mesh)
-
-
-@bad
-def fsdp_over_nothing(mesh):
-    parallel.fsdp_layouts(W, fsdp=(), mesh=mesh)
-
-
-@bad
-def fsdp_layout_of_another_rank(mesh):
-    parallel.fsdp_layouts(W, {"w": "l d f", "scale": "d"}, fsdp="dp", mesh=mesh)
-
-
-@bad
-def zero_stage_four(mesh):
-    parallel.fsdp_layouts(W, fsdp="dp", mesh=mesh, min_size=0).zero(4)
-
-
-@bad
-def layout_for_a_leaf_that_is_not_there(mesh):
-    gathering(mesh, {"w": "d/dp f", "scal": "d"}, {"w": "d f", "scale": "d"})
-
-
-@bad
-def layouts_that_are_numbers(mesh):
-    gathering(mesh, {"w": 1, "scale": "d"}, "...")
-
-
-@bad
-def gather_renames_a_dimension(mesh):
-    gathering(mesh, {"w": "d/dp f", "scale": "d"}, {"w": "e f", "scale": "d"})
-
-
-@bad
-def gathered_axis_that_divides_no_data(mesh):
-    gathering(mesh, {"w": "d/dp f", "scale": "d"}, {"w": "d f", "scale": "d"}, data="tp")
+bad(
+    fsdp_over_an_unknown_axis=lambda mesh: parallel.fsdp_layouts(W, fsdp="pd", mesh=mesh),
+    fsdp_over_a_number=lambda mesh: parallel.fsdp_layouts(W, fsdp=2, mesh=mesh),
+    fsdp_over_nothing=lambda mesh: parallel.fsdp_layouts(W, fsdp=(), mesh=mesh),
+    fsdp_layout_of_another_rank=lambda mesh: parallel.fsdp_layouts(
+        W, {"w": "l d f", "scale": "d"}, fsdp="dp", mesh=mesh
+    ),
+    zero_stage_four=lambda mesh: parallel.fsdp_layouts(W, fsdp="dp", mesh=mesh, min_size=0).zero(4),
+    layout_for_a_leaf_that_is_not_there=lambda mesh: gathering(
+        mesh, {"w": "d/dp f", "scal": "d"}, {"w": "d f", "scale": "d"}
+    ),
+    layouts_that_are_numbers=lambda mesh: gathering(mesh, {"w": 1, "scale": "d"}, "..."),
+    gather_renames_a_dimension=lambda mesh: gathering(mesh, {"w": "d/dp f", "scale": "d"}, {"w": "e f", "scale": "d"}),
+    gathered_axis_that_divides_no_data=lambda mesh: gathering(
+        mesh, {"w": "d/dp f", "scale": "d"}, {"w": "d f", "scale": "d"}, data="tp"
+    ),
+)
 
 
 @fixed
@@ -96,24 +68,12 @@ def gathered_axis_that_divides_no_data_fixed(mesh, fix):
     np.testing.assert_allclose(out, X.mean())
 
 
-@bad
-def mapping_without_a_name(mesh):
-    parallel.mapped_layouts({"w": X}, {"w": "embed mlp"}, {"embed": "dp"})
-
-
-@bad
-def mapped_layout_of_another_rank(mesh):
-    parallel.mapped_layouts({"w": X}, {"w": "embed"}, {"embed": "dp"})
-
-
-@bad
-def state_of_parameters_of_another_rank(mesh):
-    parallel.state_layouts({"m": {"w": X}}, {"w": X}, {"w": "d/dp"})
-
-
-@bad
-def unknown_way_to_save(mesh):
-    parallel.fsdp(lambda w, x: x, "d/dp f", "d f", save="nothing")
+bad(
+    mapping_without_a_name=lambda mesh: parallel.mapped_layouts({"w": X}, {"w": "embed mlp"}, {"embed": "dp"}),
+    mapped_layout_of_another_rank=lambda mesh: parallel.mapped_layouts({"w": X}, {"w": "embed"}, {"embed": "dp"}),
+    state_of_parameters_of_another_rank=lambda mesh: parallel.state_layouts({"m": {"w": X}}, {"w": X}, {"w": "d/dp"}),
+    unknown_way_to_save=lambda mesh: parallel.fsdp(lambda w, x: x, "d/dp f", "d f", save="nothing"),
+)
 
 
 @fixed
@@ -123,36 +83,28 @@ def unknown_way_to_save_fixed(mesh, fix):
     np.testing.assert_allclose(out, np.tanh(X @ X.T), rtol=1e-5)
 
 
-@bad
-def stack_divided_over_its_layers(mesh):
-    body(
+bad(
+    stack_divided_over_its_layers=lambda mesh: body(
         "l/dp f, b -> b",
         lambda w, x: parallel.scan_layers(lambda w, x: x, w, x, at_rest="l/dp f", compute="l f"),
         mesh,
         X,
         V,
-    )
-
-
-@bad
-def stacks_of_different_heights(mesh):
-    body(
+    ),
+    stacks_of_different_heights=lambda mesh: body(
         "l f, k f, b -> b",
         lambda w, v, x: parallel.scan_layers(lambda w, x: x, [w, v], x, at_rest="...", compute="..."),
         mesh,
         X,
         X[:6],
         V,
-    )
-
-
-@bad
-def norm_of_a_partial_sum(mesh):
-    body(
+    ),
+    norm_of_a_partial_sum=lambda mesh: body(
         "b/dp d -> scalar",
         lambda x: parallel.global_norm(spmd.reduce(x, "b/dp d -> d {U:dp}"), "d {U:dp}"),
         mesh,
-    )
+    ),
+)
 
 
 @fixed
@@ -165,19 +117,11 @@ def norm_of_a_partial_sum_fixed(mesh):
     np.testing.assert_allclose(out, np.linalg.norm(X.sum(0)), rtol=1e-6)
 
 
-@bad
-def accumulation_over_no_axis(mesh):
-    accumulating(mesh, square, data=())
-
-
-@bad
-def accumulation_without_batches(mesh):
-    accumulating(mesh, square, batches=lambda x: (x, x[0, 0]))
-
-
-@bad
-def accumulated_mean_without_a_count(mesh):
-    accumulating(mesh, square, mean=True)
+bad(
+    accumulation_over_no_axis=lambda mesh: accumulating(mesh, square, data=()),
+    accumulation_without_batches=lambda mesh: accumulating(mesh, square, batches=lambda x: (x, x[0, 0])),
+    accumulated_mean_without_a_count=lambda mesh: accumulating(mesh, square, mean=True),
+)
 
 
 @fixed
@@ -187,11 +131,9 @@ def accumulated_mean_without_a_count_fixed(mesh, fix):
     np.testing.assert_allclose(gradient, np.full(8, (X**2).sum()))
 
 
-@bad
-def accumulated_loss_that_is_complete(mesh):
-    accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> scalar"))
-
-
-@fixed
-def accumulated_loss_that_is_complete_fixed(mesh):
-    accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> {U:dp}"))
+bad(
+    accumulated_loss_that_is_complete=(
+        lambda mesh: accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> scalar")),
+        lambda mesh: accumulating(mesh, lambda w, x: spmd.reduce(x**2, "b/dp -> {U:dp}")),
+    ),
+)

@@ -1,7 +1,5 @@
 """Pipelines, schedules and overlapped products that are given what does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import spmd
@@ -9,6 +7,8 @@ from spmd import parallel
 from tests.errors.registry import X, bad, body, fixed
 
 W = np.ones((4, 4), np.float32)  # one row for each of the stages on tp
+
+
 STAGES = "p/tp d, m d -> m d"
 
 
@@ -16,9 +16,9 @@ def run(mesh, stage=lambda w, x: x * w, pattern=STAGES, args=(W, X), **options):
     return body(pattern, lambda w, x: parallel.pipeline(stage, w, x, pp="tp", **options), mesh, *args)
 
 
-@bad
-def pipeline_of_whole_parameters(mesh):
-    run(mesh, pattern="p d, m d -> m d")
+bad(
+    pipeline_of_whole_parameters=lambda mesh: run(mesh, pattern="p d, m d -> m d"),
+)
 
 
 @fixed
@@ -27,29 +27,19 @@ def pipeline_of_whole_parameters_fixed(mesh, fix):
     np.testing.assert_array_equal(body("p d, m d -> m d", fn, mesh, 2 * W, X), 16 * X)
 
 
-@bad
-def pipeline_of_one_stage_everywhere(mesh):
-    body("p d, m d -> m d", lambda w, x: parallel.pipeline(lambda w, x: x * w, w[:1] * 2.0, x, pp="tp"), mesh, W, X)
-
-
-@bad
-def pipeline_without_rounds(mesh):
-    run(mesh, repeats=2)
-
-
-@bad
-def pipeline_of_the_wrong_rounds(mesh):
-    run(mesh, pattern="v p/tp d, m d -> m d", args=(np.ones((3, 4, 4), np.float32), X), repeats=2)
-
-
-@bad
-def pipeline_of_nothing(mesh):
-    body("m d -> m d", lambda x: parallel.pipeline(lambda w, x: x, {}, {"x": x, "y": np.float32(1)}, pp="tp"), mesh)
-
-
-@bad
-def pipeline_stage_that_changes_its_shape(mesh):
-    run(mesh, lambda w, x: x[:2])
+bad(
+    pipeline_of_one_stage_everywhere=lambda mesh: body(
+        "p d, m d -> m d", lambda w, x: parallel.pipeline(lambda w, x: x * w, w[:1] * 2.0, x, pp="tp"), mesh, W, X
+    ),
+    pipeline_without_rounds=lambda mesh: run(mesh, repeats=2),
+    pipeline_of_the_wrong_rounds=lambda mesh: run(
+        mesh, pattern="v p/tp d, m d -> m d", args=(np.ones((3, 4, 4), np.float32), X), repeats=2
+    ),
+    pipeline_of_nothing=lambda mesh: body(
+        "m d -> m d", lambda x: parallel.pipeline(lambda w, x: x, {}, {"x": x, "y": np.float32(1)}, pp="tp"), mesh
+    ),
+    pipeline_stage_that_changes_its_shape=lambda mesh: run(mesh, lambda w, x: x[:2]),
+)
 
 
 @bad
@@ -71,29 +61,17 @@ def pipeline_stage_that_varies_fixed(mesh, fix):
     assert np.allclose(body("p/tp d/dp, m d -> scalar", whole, mesh, W, X), X.mean())
 
 
-@bad
-def pipeline_that_saves_something_else(mesh):
-    run(mesh, save="nothing")
-
-
-@fixed
-def pipeline_that_saves_something_else_fixed(mesh, fix):
-    np.testing.assert_array_equal(run(mesh, args=(2 * W, X), **fix()), 16 * X)
-
-
-@bad
-def pipeline_with_a_result_elsewhere(mesh):
-    run(mesh, result="scattered")
-
-
-@fixed
-def pipeline_with_a_result_elsewhere_fixed(mesh, fix):
-    np.testing.assert_array_equal(run(mesh, args=(2 * W, X), **fix()), 16 * X)
-
-
-@bad
-def pipeline_of_no_rounds(mesh):
-    run(mesh, repeats=0)
+bad(
+    pipeline_that_saves_something_else=(
+        lambda mesh: run(mesh, save="nothing"),
+        lambda mesh, fix: np.testing.assert_array_equal(run(mesh, args=(2 * W, X), **fix()), 16 * X),
+    ),
+    pipeline_with_a_result_elsewhere=(
+        lambda mesh: run(mesh, result="scattered"),
+        lambda mesh, fix: np.testing.assert_array_equal(run(mesh, args=(2 * W, X), **fix()), 16 * X),
+    ),
+    pipeline_of_no_rounds=lambda mesh: run(mesh, repeats=0),
+)
 
 
 @bad
@@ -101,9 +79,9 @@ def schedule_of_nothing(mesh):
     parallel.pipeline_schedule(4, 0, 1.5)  # type: ignore[arg-type]
 
 
-@bad
-def schedule_of_an_unknown_order(mesh):
-    parallel.pipeline_schedule(4, 8, order="zero-bubble")
+bad(
+    schedule_of_an_unknown_order=lambda mesh: parallel.pipeline_schedule(4, 8, order="zero-bubble"),
+)
 
 
 @fixed
@@ -111,9 +89,9 @@ def schedule_of_an_unknown_order_fixed(mesh, fix):
     assert parallel.pipeline_schedule(4, 8, **fix()) == parallel.pipeline_schedule(4, 8)
 
 
-@bad
-def schedule_of_rounds_without_groups(mesh):
-    parallel.pipeline_schedule(4, 6, 2, "1f1b")
+bad(
+    schedule_of_rounds_without_groups=lambda mesh: parallel.pipeline_schedule(4, 6, 2, "1f1b"),
+)
 
 
 def total(mesh, loss=lambda head, y, target: y.sum(), pattern="p/tp d, m d -> scalar", targets=None, **options):
@@ -122,14 +100,10 @@ def total(mesh, loss=lambda head, y, target: y.sum(), pattern="p/tp d, m d -> sc
     return body(pattern, fn, mesh, W, X)
 
 
-@bad
-def schedule_of_rounds_with_weights_apart(mesh):
-    parallel.pipeline_schedule(4, 8, 2, "zb-h1")
-
-
-@bad
-def pipeline_loss_in_an_order_of_pipeline(mesh):
-    total(mesh, order="forward")
+bad(
+    schedule_of_rounds_with_weights_apart=lambda mesh: parallel.pipeline_schedule(4, 8, 2, "zb-h1"),
+    pipeline_loss_in_an_order_of_pipeline=lambda mesh: total(mesh, order="forward"),
+)
 
 
 @fixed
@@ -137,34 +111,16 @@ def pipeline_loss_in_an_order_of_pipeline_fixed(mesh, fix):
     assert total(mesh, **fix()) == total(mesh)
 
 
-@bad
-def pipeline_loss_of_several_numbers(mesh):
-    total(mesh, lambda head, y, target: y)
-
-
-@bad
-def pipeline_loss_that_is_no_partial_sum(mesh):
-    total(mesh, data="dp")
-
-
-@bad
-def pipeline_loss_that_is_a_partial_sum(mesh):
-    total(mesh, pattern="p/tp d/dp, m d/dp -> scalar")
-
-
-@bad
-def pipeline_loss_of_other_targets(mesh):
-    total(mesh, targets=np.ones(3, np.float32))
-
-
-@bad
-def pipeline_loss_of_no_rounds(mesh):
-    total(mesh, repeats=0)
-
-
-@bad
-def overlap_of_a_vector(mesh):
-    body("s/tp d, d -> s/tp d", lambda x, w: parallel.gather_einsum(x, w, tp="tp"), mesh, X, X[0])
+bad(
+    pipeline_loss_of_several_numbers=lambda mesh: total(mesh, lambda head, y, target: y),
+    pipeline_loss_that_is_no_partial_sum=lambda mesh: total(mesh, data="dp"),
+    pipeline_loss_that_is_a_partial_sum=lambda mesh: total(mesh, pattern="p/tp d/dp, m d/dp -> scalar"),
+    pipeline_loss_of_other_targets=lambda mesh: total(mesh, targets=np.ones(3, np.float32)),
+    pipeline_loss_of_no_rounds=lambda mesh: total(mesh, repeats=0),
+    overlap_of_a_vector=lambda mesh: body(
+        "s/tp d, d -> s/tp d", lambda x, w: parallel.gather_einsum(x, w, tp="tp"), mesh, X, X[0]
+    ),
+)
 
 
 @bad

@@ -1,7 +1,5 @@
 """Attention over divided sequences: rings, Ulysses, and their product."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

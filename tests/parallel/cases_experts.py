@@ -1,7 +1,5 @@
 """The router and the experts, with batch or sequence divided over ep, with and without sequence parallelism."""
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Mapping

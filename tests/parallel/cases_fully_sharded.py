@@ -1,7 +1,5 @@
 """Layers whose weights are gathered before use: a stack with and without prefetch, and without a scan."""
 
-from __future__ import annotations
-
 import jax
 
 from spmd import einsum, parallel

@@ -1,7 +1,5 @@
 """Gradients accumulated over micro-batches."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Pipelines: one round and several, with data, tensor and fully sharded parallelism inside the stages."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Placements of the tokens of a divided sequence, there and back."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

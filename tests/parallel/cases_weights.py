@@ -1,7 +1,5 @@
 """One weight gathered before its use."""
 
-from __future__ import annotations
-
 from spmd import Layout, einsum, parallel
 from tests.layers import LayerCase, cases, fit, placements, total
 

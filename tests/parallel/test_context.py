@@ -1,7 +1,5 @@
 """What rings may not do: be silently wrong, hold a whole sequence, or work on what nobody sees."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """A jaxpr in two parts: which equation is where, and what crosses."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Experts without a capacity: what finds no room, rows without gaps, and what is not made."""
 
-from __future__ import annotations
-
 import math
 import re
 from unittest import mock

@@ -1,7 +1,5 @@
 """Experts: what does not depend on the mesh, options, and the faults that are silent elsewhere beside their formulas."""
 
-from __future__ import annotations
-
 import functools
 import math
 import re

@@ -1,7 +1,5 @@
 """FSDP where the registry of layers does not reach: what is kept, what is compiled."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

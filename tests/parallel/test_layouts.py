@@ -1,7 +1,5 @@
 """Layouts chosen from shapes, the stages of ZeRO, and every kind of container."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

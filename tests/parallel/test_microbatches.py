@@ -1,7 +1,5 @@
 """Accumulation over micro-batches: every token once, one reduction, and float32 where bfloat16 would stop."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Norms and clipping of trees of shards: every element once."""
 
-from __future__ import annotations
-
 import functools
 
 import jax

@@ -1,7 +1,5 @@
 """Losses of pipelines, whose gradients are made in the forward pass: numbers, what is sent, and what is kept."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +8,6 @@ import pytest
 import spmd
 from spmd import nn, parallel
 from spmd.parallel.schedule import Tick, Ticks
-from tests.conftest import FULL_CASES, case_count
 from tests.sampler import share
 
 OUTS = (0, 1, 2, 3)
@@ -68,7 +65,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "v", "m", "order"), MESHES[: 2 if case_count() <= FULL_CASES else None])
+@pytest.mark.parametrize(("sizes", "v", "m", "order"), share(MESHES))
 def test_value_and_gradients(sizes, v, m, order):
     """Those of whole arrays in all modes; the value also where nothing is differentiated."""
     run, plain, args = model(sizes, v, m, order=order)
@@ -80,7 +77,7 @@ def test_value_and_gradients(sizes, v, m, order):
     assert not spmd.check(jax.grad(lambda *args: run(*args), OUTS), *args), "a gradient raises no alarm"
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", share(ORDERS))
 def test_remat_bfloat16_and_inside_a_kernel(order):
     """Sums of gradients are kept in float32; `spmd.value_and_grad` differentiates it inside the kernel."""
     mesh = spmd.make_mesh(pp=2)
@@ -101,7 +98,7 @@ def test_remat_bfloat16_and_inside_a_kernel(order):
     np.testing.assert_array_equal(gradient, np.full((2, 3), 260, np.float32))  # in bfloat16 256 + 1 is 256
 
 
-@pytest.mark.parametrize(("v", "order"), [(None, "zb-h1"), (2, "1f1b")])
+@pytest.mark.parametrize(("v", "order"), share([(None, "zb-h1"), (2, "1f1b")]))
 def test_keys_and_integers_are_those_of_the_pipeline(v, order):
     """Dropout draws the same masks; integers go from stage to stage, and targets have no gradient."""
     mesh = spmd.make_mesh(pp=2)
@@ -160,7 +157,7 @@ def temporaries(program) -> int:
     return analysis.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", share(ORDERS))
 def test_memory_does_not_grow_with_microbatches(order):
     """Temporaries of 8 and of 64 micro-batches: the same number of bytes here, six times as many with `pipeline`."""
     kept = [[temporaries(one) for one in compiled(m, order=order)[0]] for m in (8, 64)]

@@ -1,7 +1,5 @@
 """Pipelines: the program against the schedule, and what idle stages do."""
 
-from __future__ import annotations
-
 import functools
 import re
 

@@ -1,7 +1,5 @@
 """A layer as two functions: the gradients are JAX's, and what is kept is what weights alone cannot make again."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """What a ring may not do: keep old blocks on the way back, hold a whole sequence, or work on what nobody sees."""
 
-from __future__ import annotations
-
 import functools
 import re
 

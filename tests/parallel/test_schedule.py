@@ -1,7 +1,5 @@
 """The schedule of a pipeline against a simulation, and its pictures."""
 
-from __future__ import annotations
-
 import xml.etree.ElementTree as ET
 
 import pytest

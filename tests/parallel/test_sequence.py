@@ -1,7 +1,5 @@
 """Orders of tokens: the same in three places, and of equal work for each device."""
 
-from __future__ import annotations
-
 import functools
 
 import jax.numpy as jnp

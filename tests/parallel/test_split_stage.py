@@ -1,7 +1,5 @@
 """A stage in three parts: the same gradients, no product twice, and nothing kept that weights alone make."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

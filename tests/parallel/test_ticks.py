@@ -1,7 +1,5 @@
 """The places that devices have for what comes and what they keep, against the formulas of the schedules."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

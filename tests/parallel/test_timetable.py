@@ -1,7 +1,5 @@
 """Forward and backward steps in turn, against the formulas of the papers."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

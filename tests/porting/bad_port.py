@@ -1,7 +1,5 @@
 """Programs that `port` refuses."""
 
-from __future__ import annotations
-
 import os
 import tempfile
 from pathlib import Path
@@ -24,21 +22,9 @@ def refused(mesh, name):
             os.chdir(before)
 
 
-@bad
-def a_port_of_no_file(mesh):
-    spmd.port("nothing.py:build", mesh=mesh)
-
-
-@bad
-def a_port_of_an_unknown_name(mesh):
-    refused(mesh, "built")
-
-
-@bad
-def a_port_of_a_function_alone(mesh):
-    refused(mesh, "alone")
-
-
-@bad
-def a_port_of_what_is_not_mapped(mesh):
-    refused(mesh, "build")
+bad(
+    a_port_of_no_file=lambda mesh: spmd.port("nothing.py:build", mesh=mesh),
+    a_port_of_an_unknown_name=lambda mesh: refused(mesh, "built"),
+    a_port_of_a_function_alone=lambda mesh: refused(mesh, "alone"),
+    a_port_of_what_is_not_mapped=lambda mesh: refused(mesh, "build"),
+)

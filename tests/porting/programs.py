@@ -1,7 +1,5 @@
 """Files with raw programs, and what they become."""
 
-from __future__ import annotations
-
 import textwrap
 
 import spmd

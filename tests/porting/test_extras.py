@@ -1,7 +1,5 @@
 """What else a kernel needs."""
 
-from __future__ import annotations
-
 from tests.porting.programs import ported
 
 RING = """

@@ -1,7 +1,5 @@
 """A file that is rewritten in place."""
 
-from __future__ import annotations
-
 import ast
 
 from spmd.porting._file import Edit, File, called, loaded

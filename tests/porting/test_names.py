@@ -1,7 +1,5 @@
 """What dimensions are called."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.porting._names import Word, text_of

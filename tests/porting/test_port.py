@@ -1,7 +1,5 @@
 """`spmd.port`: what is printed, and what both programs are compared on."""
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

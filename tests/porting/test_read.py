@@ -1,7 +1,5 @@
 """What is read off a trace."""
 
-from __future__ import annotations
-
 from spmd.porting._read import tree_of
 from tests.porting.programs import ported
 

@@ -1,7 +1,5 @@
 """Each collective as the verb that says it."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

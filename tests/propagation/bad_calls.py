@@ -1,7 +1,5 @@
 """Programs that `propagate` refuses."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,15 +7,10 @@ import numpy as np
 import spmd
 from tests.errors.registry import X, bad, fixed
 
-
-@bad
-def a_plan_without_a_mesh(mesh):
-    spmd.propagate(jnp.sin, X)
-
-
-@bad
-def a_plan_of_what_was_traced(mesh):
-    spmd.propagate(jax.jit(jnp.sin).trace(X))
+bad(
+    a_plan_without_a_mesh=lambda mesh: spmd.propagate(jnp.sin, X),
+    a_plan_of_what_was_traced=lambda mesh: spmd.propagate(jax.jit(jnp.sin).trace(X)),
+)
 
 
 @bad
@@ -30,9 +23,11 @@ def column_sums(mesh):
     return spmd.kernel("b/dp d -> d", mesh=mesh)(lambda x: spmd.reduce(x, "b/dp d -> d", "sum"))
 
 
-@bad
-def a_budget_of_the_plan_of_a_kernel(mesh):
-    spmd.testing.assert_collectives(column_sums(mesh), (X,), {"psum": 1}, view="planned")
+bad(
+    a_budget_of_the_plan_of_a_kernel=lambda mesh: spmd.testing.assert_collectives(
+        column_sums(mesh), (X,), {"psum": 1}, view="planned"
+    ),
+)
 
 
 @fixed

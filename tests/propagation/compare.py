@@ -3,8 +3,6 @@
 python -m tests.propagation.compare
 """
 
-from __future__ import annotations
-
 import collections
 from typing import Any
 

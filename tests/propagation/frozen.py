@@ -1,7 +1,5 @@
 """Plans as kernels: what runs their text, and what it is compared with."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

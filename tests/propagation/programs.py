@@ -1,7 +1,5 @@
 """Programs without kernels, which the compiler divides: by hand, of the examples in auto mode, and drawn from seeds."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence

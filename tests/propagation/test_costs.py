@@ -1,7 +1,5 @@
 """What a program may do without: each cost with a constraint that was tried, which a user then writes."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """Slices, lookups and updates along whole dimensions: equal numbers, and no byte more than the plan says."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -13,6 +11,7 @@ from spmd.errors import SpmdError
 from spmd.propagation._lookups import RULES
 from tests.propagation.frozen import compare, enter
 from tests.propagation.programs import struct
+from tests.sampler import share
 
 PROGRAMS = {}
 entered = functools.partial(enter, PROGRAMS)
@@ -85,7 +84,7 @@ def turned_round(x):
     return jnp.flip(x, (0, 1))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", share(PROGRAMS))
 def test_a_program(mesh, name):
     sent, auto = compare(PROGRAMS[name], mesh)
     assert sent <= auto

@@ -1,7 +1,5 @@
 """Loops and branches as functions of a kernel: equal numbers, no byte more than the plan says, and gradients."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -15,18 +13,19 @@ from spmd.propagation._loops import axes_of
 from spmd.propagation._module import Axis, Place
 from tests.propagation.frozen import compare, enter, run
 from tests.propagation.programs import AXES, PLAIN
+from tests.sampler import share
 
 NAMED = {one.name: one for one in PLAIN}
 LOOPED = ("layers", "layers_gradient", "layers_fsdp_gradient", "micro_batches")
 
 
-@pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.parametrize("name", share(LOOPED))
 def test_a_frozen_loop_has_the_numbers_and_sends_no_more_than_what_was_compiled(mesh, name):
     sent, auto = compare(NAMED[name], mesh)
     assert sent <= auto
 
 
-@pytest.mark.parametrize("name", ("llama_loss", "llama_gradient"))
+@pytest.mark.parametrize("name", share(("llama_loss", "llama_gradient")))
 def test_a_frozen_llama(name):
     """All of a model of `examples/`: attention, a scan over its layers, a lookup, a loss over a divided vocabulary."""
     sent, auto = compare(NAMED[name], spmd.make_mesh(**AXES), gradient=name == "llama_loss", rtol=0.05)  # bfloat16
@@ -99,7 +98,7 @@ def batches_of_layers(x, w, v):
     return jax.lax.scan(batch, jnp.zeros_like(w), x.reshape(2, 8, 32))[0]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", share(PROGRAMS))
 def test_a_program(mesh, name):
     sent, auto = compare(PROGRAMS[name], mesh, gradient=name != "until")
     assert sent <= auto

@@ -1,7 +1,5 @@
 """Shardy's dialect as plain values: axes and their parts, where values lie, loops, and where what moves comes from."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

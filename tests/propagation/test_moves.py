@@ -1,7 +1,5 @@
 """What a move says of itself: its phase, its reason, its names, and whether the user asked for it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

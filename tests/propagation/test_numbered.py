@@ -1,7 +1,5 @@
 """Numbers of equations: they reach the module through loops, calls, branches and derivatives."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

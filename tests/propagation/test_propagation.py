@@ -1,7 +1,5 @@
 """`propagate`: the compiler's plan as text, as a listing, in budgets; on meshes that nobody has."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a loop need not do in each round, a frozen loop does once, if that is right and sends less."""
 
-from __future__ import annotations
-
 import functools
 
 import jax
@@ -10,6 +8,7 @@ import pytest
 
 from spmd import propagate
 from tests.propagation.frozen import compare, enter
+from tests.sampler import share
 
 ONCE = {}
 once = functools.partial(enter, ONCE)
@@ -54,7 +53,7 @@ def sorted_in_each_round(x):
     )[0]
 
 
-@pytest.mark.parametrize("name", ONCE)
+@pytest.mark.parametrize("name", share(ONCE))
 def test_what_once_does_is_done_once(mesh, name):
     """XLA on CPUs sums in each round, and moves again what does not change, if that is inside of a sort or a product."""
     sent, auto = compare(ONCE[name], mesh)
@@ -90,7 +89,7 @@ def as_a_stack(x):
     return jax.lax.scan(lambda carry, i: (carry, (x * i).sum(0)), 0.0, jnp.arange(3.0))[1]
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", share(KEPT))
 def test_sums_that_stay_in_their_loop(mesh, name):
     fn, args = KEPT[name].make(mesh)
     assert "{U:" not in propagate(fn, *args).freeze()

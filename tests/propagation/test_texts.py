@@ -1,7 +1,5 @@
 """Pieces of a kernel's text."""
 
-from __future__ import annotations
-
 import pytest
 
 from spmd.propagation._texts import bare, dtype_text, literal

@@ -1,7 +1,5 @@
 """How values lie and what their dimensions are called, by equations."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

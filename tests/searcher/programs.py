@@ -1,7 +1,5 @@
 """Small programs for the tests of the searcher: an MLP with FSDP and tensor parallelism, for any mesh."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import jax

@@ -1,7 +1,5 @@
 """What excludes a mesh without a trace."""
 
-from __future__ import annotations
-
 import jax
 import pytest
 

@@ -1,7 +1,5 @@
 """Factorisations, and the axes inside a node."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

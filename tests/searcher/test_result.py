@@ -1,7 +1,5 @@
 """What a search prints, and why a mesh is not the best."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Rows of a search."""
 
-from __future__ import annotations
-
 import types
 
 import pytest

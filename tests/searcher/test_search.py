@@ -1,7 +1,5 @@
 """`search` against every mesh traced, against compiled programs, and against the book's closed formulas."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """What the tests of the assertions share: a kernel with its arguments, and the text of a difference."""
 
-from __future__ import annotations
-
 import re
 
 import jax

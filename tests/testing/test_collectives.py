@@ -1,7 +1,5 @@
 """The collectives of a program: the right ones pass, the wrong ones are told in a table that is pinned."""
 
-from __future__ import annotations
-
 import re
 
 import jax

@@ -1,10 +1,6 @@
 """The same results and gradients on any mesh: what is right passes, and what is wrong is told with its cause."""
 
-from __future__ import annotations
-
 import dataclasses
-import os
-import re
 import types
 from pathlib import Path
 
@@ -19,10 +15,11 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import nn, parallel
 from spmd.testing import Mismatch, assert_same_on_any_mesh
+from tests.goldens import Golden, written_anew
 from tests.sampler import share
 from tests.testing.harness import SHAPES, make_mlp, message
 
-GOLDEN = Path(__file__).with_name("mismatches.txt")
+GOLDEN = Golden(Path(__file__).with_name("mismatches.txt"))
 
 
 def struct(*shape, dtype="float32", sharding=None):
@@ -294,17 +291,15 @@ def told(program):
     return message(assert_same_on_any_mesh, *program(spmd.make_mesh(dp=2, tp=4)))
 
 
-if os.environ.get("SPMD_UPDATE_GOLDEN"):
+if written_anew():
 
     def test_write():
-        GOLDEN.write_text("\n\n".join(f"=== {program.__name__}\n{told(program)}" for program in WRONG) + "\n")
+        GOLDEN.write({program.__name__: told(program) for program in WRONG})
 
 
 @pytest.mark.parametrize("program", share(WRONG), ids=lambda program: program.__name__)
 def test_what_is_wrong_is_told(program):
-    parts = re.split(r"^=== (\w+)\n", GOLDEN.read_text(), flags=re.MULTILINE)[1:]
-    texts = dict(zip(parts[::2], parts[1::2], strict=True))
-    assert told(program) == texts[program.__name__].strip("\n")
+    assert told(program) == GOLDEN.read()[program.__name__]
 
 
 def test_the_axis_is_told_where_two_have_one_size():

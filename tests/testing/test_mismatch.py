@@ -1,7 +1,5 @@
 """Every assertion fails in one way, as an assertion: pytest shows it, and one `except` catches all."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import pytest

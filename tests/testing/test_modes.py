@@ -1,7 +1,5 @@
 """Equal values and gradients in all modes; what differs is told leaf by leaf."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

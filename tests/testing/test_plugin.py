@@ -1,7 +1,5 @@
 """The option of pytest: each kernel's numbers at its first call."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import textwrap

@@ -1,7 +1,5 @@
 """How parameters lie: what is divided passes, what is not is told leaf by leaf."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 import numpy as np

@@ -1,7 +1,5 @@
 """Arguments without values: how small they become, and what they are filled with."""
 
-from __future__ import annotations
-
 import re
 
 import jax.numpy as jnp

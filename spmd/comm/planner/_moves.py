@@ -54,7 +54,7 @@ class Rounds(NamedTuple):
 
 
 def rounds_between(problem: Problem, state: State) -> int:
-    """How many rounds of cells bring `state` to the target; 0 where the rounds or the devices are too many."""
+    """Return how many rounds of cells bring `state` to the target; 0 where the rounds or the devices are too many."""
     cell = problem.whole // math.prod(_cells(problem.axes, state.placement, problem.target))
     rounds = problem.bound(state) // cell if cell else 0  # an array of no elements
     return rounds if rounds <= MOST_ROUNDS and math.prod(problem.axes) <= MOST_DEVICES else 0
@@ -97,7 +97,7 @@ def _boxes(axes: Sequence[int], cells: tuple[int, ...], placement: Placement) ->
 
 
 def _senders(wants: Wants, have: list[list[Cell]], most: int) -> list[int]:
-    """Who sends each cell, nobody more than `most`: by augmenting paths, the shortest first."""
+    """Return who sends each cell, nobody more than `most`: by augmenting paths, the shortest first."""
     holders: dict[Cell, list[int]] = {}
     for device, held in enumerate(have):
         for cell in held:
@@ -248,7 +248,7 @@ class Problem:
         return max(self.local(self.source), self.local(self.target))
 
     def count(self, axes: Sequence[int]) -> int:
-        """How many blocks the axes make."""
+        """Return how many blocks the axes make."""
         total = 1
         for axis in axes:
             total *= self.axes[axis]
@@ -263,7 +263,7 @@ class Problem:
         return self.whole // math.prod(self.blocks(placement))
 
     def fits(self, placement: Placement) -> bool:
-        """Whether every dimension divides."""
+        """Return whether every dimension divides."""
         return all(not axes or size % self.count(axes) == 0 for size, axes in zip(self.sizes, placement, strict=True))
 
     def free(self, state: State) -> tuple[int, ...]:

@@ -108,8 +108,8 @@ def _without(request: Request, unit: set[str]) -> Request:
 
 
 def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
-    """Whether a step leaves what the end of the plan asks for, and JAX's transpose of it is the step back, with no more
-    bytes than needed."""
+    """Return whether a step leaves what the end of the plan asks for, and JAX's transpose of it is the step back, with
+    no more bytes than needed."""
     before, after = _axes(leg.before), _axes(leg.after)
     return (
         leg.kind in ("split", "all_gather")
@@ -259,7 +259,7 @@ def _sent(x: Any, sender: np.ndarray, axes: Axes, sizes: Sizes) -> Any:
 
 
 def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
-    """Where this device's piece starts."""
+    """Return where this device's piece starts."""
     starts = places * np.array(piece, np.int32)
     return [jnp.asarray(column)[me] if column.any() else np.int32(0) for column in starts.T]
 
@@ -327,8 +327,8 @@ _STEPS: dict[str, Callable[[Any, Leg, Sizes, Copies], Any]] = {
 
 
 def uneven(sizes: Iterable[int]) -> bool:
-    """Whether the size of some axis does not divide a larger one. XLA of jax 0.12 then aborts the process on some
-    direct changes of layout ("Could not slice dimension"), but not on steps of one axis at a time."""
+    """Return whether the size of some axis does not divide a larger one. XLA of jax 0.12 then aborts the process on
+    some direct changes of layout ("Could not slice dimension"), but not on steps of one axis at a time."""
     return any(a % b and b % a for a, b in itertools.combinations(sizes, 2))
 
 
@@ -348,7 +348,7 @@ def move(x: Any, target: NamedSharding) -> Any:
 
 
 def _comparable(a: NamedSharding, b: NamedSharding) -> bool:
-    """Whether both are on one mesh and in one memory, and differ in nothing but divisions."""
+    """Return whether both are on one mesh and in one memory, and differ in nothing but divisions."""
     return (
         a.mesh == b.mesh
         and a.memory_kind == b.memory_kind

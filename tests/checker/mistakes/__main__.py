@@ -1,7 +1,5 @@
 """What becomes of each mistake: `python -m tests.checker.mistakes`. With `--write`, docs/pages/mistakes.md says it."""
 
-from __future__ import annotations
-
 import sys
 
 import tests.conftest  # noqa: F401  eight devices, strict JAX

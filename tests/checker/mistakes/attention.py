@@ -1,7 +1,5 @@
 """Attention, positions, masks, caches."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 
 import spmd

@@ -1,7 +1,5 @@
 """Linear layers, MLPs, norms, dropout."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

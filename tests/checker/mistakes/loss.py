@@ -1,7 +1,5 @@
 """Embeddings, the last layer, losses and their labels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

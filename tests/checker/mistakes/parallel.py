@@ -1,7 +1,5 @@
 """Weights at rest, micro-batches, optimizers, pipelines, experts."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 

@@ -1,7 +1,5 @@
 """The table of mistakes: its rows, its place in the documentation, its sums."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass

@@ -3,8 +3,6 @@
 With `--write`, what is not found goes into `missed.txt`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 

@@ -1,7 +1,5 @@
 """Axes: another one than meant, or two in another order."""
 
-from __future__ import annotations
-
 from jax import lax
 
 from spmd import relayout
@@ -16,14 +14,8 @@ def major_axis_gathered(x):
     return lax.all_gather(x, "dp", tiled=True, to="invarying")  # wrong: order or layout
 
 
-@major_axis_gathered.right
-def _(x):
-    return relayout(x, "n/dp/tp -> n/tp", to="invarying")
-
-
-@major_axis_gathered.whole
-def _(x):
-    return x
+major_axis_gathered.right(lambda x: relayout(x, "n/dp/tp -> n/tp", to="invarying"))
+major_axis_gathered.whole(lambda x: x)
 
 
 @wrong("n/dp/tp d, m n -> m d")
@@ -40,9 +32,7 @@ def _(x, w):
     return lax.pmean(w @ rows, ("dp", "tp"))
 
 
-@gathered_major_first.whole
-def _(x, w):
-    return w @ x
+gathered_major_first.whole(lambda x, w: w @ x)
 
 
 @wrong("n/dp/tp d, m n -> m d", raw=True)
@@ -51,14 +41,8 @@ def gathered_in_another_order(x, w):
     return w @ rows
 
 
-@gathered_in_another_order.right
-def _(x, w):
-    return w @ lax.all_gather(x, ("dp", "tp"), tiled=True, to="invarying")
-
-
-@gathered_in_another_order.whole
-def _(x, w):
-    return w @ x
+gathered_in_another_order.right(lambda x, w: w @ lax.all_gather(x, ("dp", "tp"), tiled=True, to="invarying"))
+gathered_in_another_order.whole(lambda x, w: w @ x)
 
 
 @wrong("b/dp d/tp, d/tp f -> b/dp f", mesh={"dp": 2, "tp": 4})
@@ -66,14 +50,8 @@ def summed_over_the_wrong_axis(x, w):
     return lax.pmean(lax.psum(x @ w, "dp"), "tp")  # wrong: partial or layout
 
 
-@summed_over_the_wrong_axis.right
-def _(x, w):
-    return lax.psum(x @ w, "tp")
-
-
-@summed_over_the_wrong_axis.whole
-def _(x, w):
-    return x @ w
+summed_over_the_wrong_axis.right(lambda x, w: lax.psum(x @ w, "tp"))
+summed_over_the_wrong_axis.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp d/tp, d/tp f -> b/dp f")
@@ -83,14 +61,8 @@ def summed_over_both(x, w):
     return lax.pcast(y, "dp", to="varying")  # wrong: layout
 
 
-@summed_over_both.right
-def _(x, w):
-    return lax.psum(x @ w, "tp")
-
-
-@summed_over_both.whole
-def _(x, w):
-    return x @ w
+summed_over_both.right(lambda x, w: lax.psum(x @ w, "tp"))
+summed_over_both.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp d/cp, d/cp f/tp, d/tp f/cp -> b/dp f/tp", mesh=CUBE, f=16)
@@ -106,9 +78,7 @@ def _(x, w, v):
     return lax.psum(x @ w, "cp")
 
 
-@weight_of_another_layer.whole
-def _(x, w, v):
-    return x @ (w + v)
+weight_of_another_layer.whole(lambda x, w, v: x @ (w + v))
 
 
 @wrong("b/dp n/tp, b/dp n/cp -> b/dp n/tp", mesh=CUBE)
@@ -123,9 +93,7 @@ def _(x, y):
     return x * mine
 
 
-@operands_on_different_axes.whole
-def _(x, y):
-    return x * y
+operands_on_different_axes.whole(lambda x, y: x * y)
 
 
 @wrong("n/dp/tp, n/tp/dp -> n/dp/tp", raw=True)
@@ -133,9 +101,7 @@ def operands_in_different_orders(x, y):
     return x * y  # wrong: disagree
 
 
-@operands_in_different_orders.right
-def _(x, y):
-    return x * relayout(y, "n/tp/dp -> n/dp/tp")
+operands_in_different_orders.right(lambda x, y: x * relayout(y, "n/tp/dp -> n/dp/tp"))
 
 
 @wrong("n/dp/tp -> n/tp/dp")
@@ -143,14 +109,8 @@ def returned_in_another_order(x):
     return x * 2.0  # wrong: layout
 
 
-@returned_in_another_order.right
-def _(x):
-    return relayout(x * 2.0, "n/dp/tp -> n/tp/dp")
-
-
-@returned_in_another_order.whole
-def _(x):
-    return x * 2.0
+returned_in_another_order.right(lambda x: relayout(x * 2.0, "n/dp/tp -> n/tp/dp"))
+returned_in_another_order.whole(lambda x: x * 2.0)
 
 
 @wrong("b/dp d/tp/cp, d/tp/cp n -> b/dp n/tp/cp", mesh=CUBE)
@@ -166,9 +126,7 @@ def _(x, w):
     return lax.psum_scatter(y, "cp", scatter_dimension=1, tiled=True)
 
 
-@scattered_in_another_order.whole
-def _(x, w):
-    return x @ w
+scattered_in_another_order.whole(lambda x, w: x @ w)
 
 
 @wrong("n d -> n/dp/tp d")
@@ -186,6 +144,4 @@ def _(x):
     return lax.dynamic_slice_in_dim(x, place * size, size)
 
 
-@block_by_a_wrong_number.whole
-def _(x):
-    return x
+block_by_a_wrong_number.whole(lambda x: x)

@@ -1,7 +1,5 @@
 """Strings that say another layout than the value has, some operations after the arguments."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,9 +22,7 @@ def _(x, w):
     return einsum(x, rows, "b/dp d/tp, d/tp f -> b/dp f")
 
 
-@whole_operand_said_to_be_divided.whole
-def _(x, w):
-    return x @ jnp.tanh(w)
+whole_operand_said_to_be_divided.whole(lambda x, w: x @ jnp.tanh(w))
 
 
 @wrong("b/dp s/tp d -> b/dp s/tp d")
@@ -34,14 +30,8 @@ def divided_operand_said_to_be_whole(x):
     return x - reduce(jnp.sin(x), "b/dp t d -> b/dp 1 d", "mean")  # wrong: layout
 
 
-@divided_operand_said_to_be_whole.right
-def _(x):
-    return x - reduce(jnp.sin(x), "b/dp s/tp d -> b/dp 1 d", "mean")
-
-
-@divided_operand_said_to_be_whole.whole
-def _(x):
-    return x - jnp.sin(x).mean(1, keepdims=True)
+divided_operand_said_to_be_whole.right(lambda x: x - reduce(jnp.sin(x), "b/dp s/tp d -> b/dp 1 d", "mean"))
+divided_operand_said_to_be_whole.whole(lambda x: x - jnp.sin(x).mean(1, keepdims=True))
 
 
 @wrong("b/dp s d/tp -> b/dp s d/tp")
@@ -49,14 +39,8 @@ def softmax_of_a_piece_by_string(x):
     return spmd.softmax(2.0 * x, "b/dp s [e]")  # wrong: layout
 
 
-@softmax_of_a_piece_by_string.right
-def _(x):
-    return spmd.softmax(2.0 * x, "b/dp s [d/tp]")
-
-
-@softmax_of_a_piece_by_string.whole
-def _(x):
-    return jax.nn.softmax(2.0 * x)
+softmax_of_a_piece_by_string.right(lambda x: spmd.softmax(2.0 * x, "b/dp s [d/tp]"))
+softmax_of_a_piece_by_string.whole(lambda x: jax.nn.softmax(2.0 * x))
 
 
 @wrong("b/dp s/tp d -> b/dp s/tp d")
@@ -64,14 +48,8 @@ def cumulative_sum_of_a_piece_by_string(x):
     return spmd.cumsum(x * 1.0, "b/dp [t] d")  # wrong: layout
 
 
-@cumulative_sum_of_a_piece_by_string.right
-def _(x):
-    return spmd.cumsum(x * 1.0, "b/dp [s/tp] d")
-
-
-@cumulative_sum_of_a_piece_by_string.whole
-def _(x):
-    return x.cumsum(1)
+cumulative_sum_of_a_piece_by_string.right(lambda x: spmd.cumsum(x * 1.0, "b/dp [s/tp] d"))
+cumulative_sum_of_a_piece_by_string.whole(lambda x: x.cumsum(1))
 
 
 @wrong("b/dp s, v/tp d -> b/dp s d")
@@ -81,14 +59,8 @@ def rows_of_a_block_by_string(ids, table):
     return lax.pmean(rows, "tp")
 
 
-@rows_of_a_block_by_string.right
-def _(ids, table):
-    return take(table * 1.0, ids, "[v/tp] d, b/dp s -> b/dp s d")
-
-
-@rows_of_a_block_by_string.whole
-def _(ids, table):
-    return table[ids]
+rows_of_a_block_by_string.right(lambda ids, table: take(table * 1.0, ids, "[v/tp] d, b/dp s -> b/dp s d"))
+rows_of_a_block_by_string.whole(lambda ids, table: table[ids])
 
 
 @wrong("b/dp s/tp, v d -> b/dp s/tp d")
@@ -105,9 +77,9 @@ def _(ids, table):
     return jnp.where(ids[..., None] > 3, rows[None], 0.0)
 
 
-@arange_said_to_be_divided.whole
-def _(ids, table):
-    return jnp.where(ids[..., None] > 3, table[jnp.arange(16) * 2 % 24][None], 0.0)
+arange_said_to_be_divided.whole(
+    lambda ids, table: jnp.where(ids[..., None] > 3, table[jnp.arange(16) * 2 % 24][None], 0.0)
+)
 
 
 @wrong("b/dp d, d f -> b/dp f")
@@ -116,9 +88,7 @@ def complete_value_said_to_be_partial(x, w):
     return psum(y, "b/dp f {U:tp} -> b/dp f")  # wrong: copies or partial
 
 
-@complete_value_said_to_be_partial.right
-def _(x, w):
-    return jnp.tanh(x @ w)
+complete_value_said_to_be_partial.right(lambda x, w: jnp.tanh(x @ w))
 
 
 @wrong("b/dp d/tp, d/tp f -> b/dp f/tp")
@@ -127,14 +97,8 @@ def gathered_product_scattered(x, w):
     return psum_scatter(x @ w, "b/dp f {U:tp} -> b/dp f/tp")  # wrong: copies or partial
 
 
-@gathered_product_scattered.right
-def _(x, w):
-    return psum_scatter(x @ w, "b/dp f {U:tp} -> b/dp f/tp")
-
-
-@gathered_product_scattered.whole
-def _(x, w):
-    return x @ w
+gathered_product_scattered.right(lambda x, w: psum_scatter(x @ w, "b/dp f {U:tp} -> b/dp f/tp"))
+gathered_product_scattered.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp d/tp, d/tp f, f/tp e -> b/dp e")
@@ -150,9 +114,7 @@ def _(x, w, v):
     return einsum(y, v, "b/dp f/tp, f/tp e -> b/dp e")
 
 
-@partial_sum_said_to_be_divided.whole
-def _(x, w, v):
-    return x @ w @ v
+partial_sum_said_to_be_divided.whole(lambda x, w, v: x @ w @ v)
 
 
 @wrong("b/dp s h/tp k -> b/dp s h/tp k", h=64)
@@ -168,9 +130,7 @@ def _(x):
     return all_to_all(jnp.tanh(y), "b/dp s/tp h k -> b/dp s h/tp k")
 
 
-@another_dimension_said_to_be_divided.whole
-def _(x):
-    return jnp.tanh(x)
+another_dimension_said_to_be_divided.whole(lambda x: jnp.tanh(x))
 
 
 @wrong("b/dp m/tp d -> b/dp d")
@@ -180,14 +140,8 @@ def divided_value_split_again(x):
     return lax.psum(part.sum(1), "tp")
 
 
-@divided_value_split_again.right
-def _(x):
-    return lax.psum((x * 2.0).sum(1), "tp")
-
-
-@divided_value_split_again.whole
-def _(x):
-    return (x * 2.0).sum(1)
+divided_value_split_again.right(lambda x: lax.psum((x * 2.0).sum(1), "tp"))
+divided_value_split_again.whole(lambda x: (x * 2.0).sum(1))
 
 
 @wrong("b/dp s d -> b/dp s d")
@@ -197,14 +151,8 @@ def cumulative_sum_of_copies(x):
     return lax.pmean(y, "tp")
 
 
-@cumulative_sum_of_copies.right
-def _(x):
-    return spmd.cumsum(jnp.sin(x), "b/dp [s] d")
-
-
-@cumulative_sum_of_copies.whole
-def _(x):
-    return jnp.sin(x).cumsum(1)
+cumulative_sum_of_copies.right(lambda x: spmd.cumsum(jnp.sin(x), "b/dp [s] d"))
+cumulative_sum_of_copies.whole(lambda x: jnp.sin(x).cumsum(1))
 
 
 @wrong("b/dp d/tp -> b/dp d/tp")
@@ -219,9 +167,7 @@ def _(x):
     return x / largest[:, None]
 
 
-@annotated_wrongly.whole
-def _(x):
-    return x / jnp.abs(x).sum(1)[:, None]
+annotated_wrongly.whole(lambda x: x / jnp.abs(x).sum(1)[:, None])
 
 
 @wrong("b/dp d -> b/dp d")
@@ -230,9 +176,7 @@ def place_said_to_be_equal(x):
     return lax.pmean(x + place, "tp")
 
 
-@place_said_to_be_equal.right
-def _(x):
-    return x
+place_said_to_be_equal.right(lambda x: x)
 
 
 @wrong("n/tp d -> n/tp d", n=40)
@@ -240,11 +184,5 @@ def sorted_within_a_block_by_string(x):
     return spmd.sort(x * 1.0, "[m] d")  # wrong: layout
 
 
-@sorted_within_a_block_by_string.right
-def _(x):
-    return spmd.sort(x * 1.0, "[n/tp] d")
-
-
-@sorted_within_a_block_by_string.whole
-def _(x):
-    return jnp.sort(x, axis=0)
+sorted_within_a_block_by_string.right(lambda x: spmd.sort(x * 1.0, "[n/tp] d"))
+sorted_within_a_block_by_string.whole(lambda x: jnp.sort(x, axis=0))

@@ -1,7 +1,5 @@
 """Decisions from a shard: a condition, a choice, a loop that ends when one block says so."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,14 +14,8 @@ def clipped_by_a_block(x):
     return lax.cond((x**2).sum() > 300.0, lambda v: 0.1 * v, lambda v: v, x)  # wrong: nonlinear or pending
 
 
-@clipped_by_a_block.right
-def _(x):
-    return lax.cond(lax.psum((x**2).sum(), "tp") > 300.0, lambda v: 0.1 * v, lambda v: v, x)
-
-
-@clipped_by_a_block.whole
-def _(x):
-    return jnp.where((x**2).sum() > 300.0, 0.1 * x, x)
+clipped_by_a_block.right(lambda x: lax.cond(lax.psum((x**2).sum(), "tp") > 300.0, lambda v: 0.1 * v, lambda v: v, x))
+clipped_by_a_block.whole(lambda x: jnp.where((x**2).sum() > 300.0, 0.1 * x, x))
 
 
 @wrong(BLOCKS)
@@ -39,9 +31,7 @@ def _(x):
     return jnp.where(bad == 0, x, 0.0)
 
 
-@skipped_by_a_block.whole
-def _(x):
-    return jnp.where((jnp.abs(x) < 2.8).all(), x, 0.0)
+skipped_by_a_block.whole(lambda x: jnp.where((jnp.abs(x) < 2.8).all(), x, 0.0))
 
 
 @wrong("n/tp d -> n/tp d", no_gradient="JAX has no reverse mode of while_loop")
@@ -56,9 +46,7 @@ def _(x):
     return lax.while_loop(lambda c: c[1] > 0.3, lambda c: (c[0] * 0.9, largest(c[0] * 0.9)), (x, largest(x)))[0]
 
 
-@halved_until_a_block_is_small.whole
-def _(x):
-    return lax.while_loop(lambda v: jnp.abs(v).max() > 0.3, lambda v: v * 0.9, x)
+halved_until_a_block_is_small.whole(lambda x: lax.while_loop(lambda v: jnp.abs(v).max() > 0.3, lambda v: v * 0.9, x))
 
 
 def relaxed(change, x):
@@ -77,14 +65,8 @@ def iterations_counted_by_a_block(x):
     return relaxed(lambda v: jnp.abs(v).max(), x)  # wrong: pending
 
 
-@iterations_counted_by_a_block.right
-def _(x):
-    return relaxed(lambda v: lax.pmax(jnp.abs(v).max(), "tp"), x)
-
-
-@iterations_counted_by_a_block.whole
-def _(x):
-    return relaxed(lambda v: jnp.abs(v).max(), x)
+iterations_counted_by_a_block.right(lambda x: relaxed(lambda v: lax.pmax(jnp.abs(v).max(), "tp"), x))
+iterations_counted_by_a_block.whole(lambda x: relaxed(lambda v: jnp.abs(v).max(), x))
 
 
 @wrong("n/tp d -> n/tp d")
@@ -99,9 +81,7 @@ def _(x):
     return lax.cond(rows[0] > rows[-1], lambda v: -v, lambda v: v, x)
 
 
-@branch_by_the_first_row.whole
-def _(x):
-    return jnp.where(x[0, 0] > x[-1, 0], -x, x)
+branch_by_the_first_row.whole(lambda x: jnp.where(x[0, 0] > x[-1, 0], -x, x))
 
 
 @wrong("b/dp d/tp -> b/dp d/tp")
@@ -117,9 +97,7 @@ def _(x):
     return jnp.where(far, 0.0, x)
 
 
-@outliers_by_local_statistics.whole
-def _(x):
-    return jnp.where(jnp.abs(x - x.mean(-1, keepdims=True)) > 1.0, 0.0, x)
+outliers_by_local_statistics.whole(lambda x: jnp.where(jnp.abs(x - x.mean(-1, keepdims=True)) > 1.0, 0.0, x))
 
 
 @wrong("b/dp e/tp, b/dp e/tp -> b/dp e/tp")
@@ -135,9 +113,7 @@ def _(scores, x):
     return jnp.where(best, x, 0.0)
 
 
-@routed_to_the_best_of_a_block.whole
-def _(scores, x):
-    return jnp.where(scores == scores.max(-1, keepdims=True), x, 0.0)
+routed_to_the_best_of_a_block.whole(lambda scores, x: jnp.where(scores == scores.max(-1, keepdims=True), x, 0.0))
 
 
 @wrong("m d, n/tp d -> m d")

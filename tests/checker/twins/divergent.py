@@ -1,7 +1,5 @@
 """Collectives that some devices do not reach. The wrong ones never run: they would wait for ever."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -16,9 +14,7 @@ def psum_in_one_branch(x):
     return lax.cond(x[0, 0] > 0, total, lambda v: v * 1.0, x)  # wrong: divergent
 
 
-@psum_in_one_branch.decides
-def _(x):
-    return x[0, 0] > 0
+psum_in_one_branch.decides(lambda x: x[0, 0] > 0)
 
 
 @psum_in_one_branch.right
@@ -42,9 +38,7 @@ def psum_in_a_loop_of_different_length(x):
     return lax.while_loop(more, step, (x, start))[0]  # wrong: divergent
 
 
-@psum_in_a_loop_of_different_length.decides
-def _(x):
-    return jnp.ceil(jnp.log2(jnp.abs(x).max() / 0.2))
+psum_in_a_loop_of_different_length.decides(lambda x: jnp.ceil(jnp.log2(jnp.abs(x).max() / 0.2)))
 
 
 @psum_in_a_loop_of_different_length.right
@@ -65,9 +59,7 @@ def permutation_in_one_branch(x):
     return lax.cond(lax.axis_index("tp") == 0, ring, lambda v: v, x)  # wrong: divergent
 
 
-@permutation_in_one_branch.decides
-def _(x):
-    return lax.axis_index("tp") == 0
+permutation_in_one_branch.decides(lambda x: lax.axis_index("tp") == 0)
 
 
 @permutation_in_one_branch.right
@@ -86,9 +78,7 @@ def different_collectives_in_branches(x):
     return lax.cond(x.sum() > 0, columns, rows, x)  # wrong: divergent
 
 
-@different_collectives_in_branches.decides
-def _(x):
-    return x.sum() > 0
+different_collectives_in_branches.decides(lambda x: x.sum() > 0)
 
 
 @different_collectives_in_branches.right
@@ -107,11 +97,5 @@ def psum_of_a_chosen_half(x, w):
     return lax.pmean(lax.cond(busy, product, nothing), "tp")  # wrong: divergent
 
 
-@psum_of_a_chosen_half.decides
-def _(x, w):
-    return lax.axis_index("tp") >= 2
-
-
-@psum_of_a_chosen_half.right
-def _(x, w):
-    return lax.psum(x @ w, "tp")
+psum_of_a_chosen_half.decides(lambda x, w: lax.axis_index("tp") >= 2)
+psum_of_a_chosen_half.right(lambda x, w: lax.psum(x @ w, "tp"))

@@ -1,7 +1,5 @@
 """Exchanges: the wrong dimension is split, joined, gathered or scattered."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -32,9 +30,7 @@ def _(x):
     return lax.all_to_all(y, "tp", split_axis=1, concat_axis=2, tiled=True)
 
 
-@wrong_dimension_split.whole
-def _(x):
-    return jax.nn.softmax(mixed_tokens(x))
+wrong_dimension_split.whole(lambda x: jax.nn.softmax(mixed_tokens(x)))
 
 
 @wrong(
@@ -53,9 +49,7 @@ def _(x):
     return lax.all_to_all(jnp.tanh(y), "tp", split_axis=1, concat_axis=1, tiled=True)
 
 
-@split_and_joined_along_one_dimension.whole
-def _(x):
-    return jnp.tanh(x)
+split_and_joined_along_one_dimension.whole(lambda x: jnp.tanh(x))
 
 
 @wrong(HEADS)
@@ -72,9 +66,7 @@ def _(x):
     return all_to_all(y, "b/dp s h/tp k -> b/dp s/tp h k")
 
 
-@heads_exchanged_one_way.whole
-def _(x):
-    return mixed_tokens(x)
+heads_exchanged_one_way.whole(lambda x: mixed_tokens(x))
 
 
 @wrong(
@@ -96,9 +88,7 @@ def _(x):
     return y.reshape(x.shape[0], -1, parts.shape[3])
 
 
-@blocks_of_another_order.whole
-def _(x):
-    return x
+blocks_of_another_order.whole(lambda x: x)
 
 
 @wrong("b/dp s/tp d -> b/dp s d", unseen="which place of a merged dimension came first is lost at an untiled gather")
@@ -113,9 +103,7 @@ def _(x):
     return blocks.reshape(x.shape[0], -1, x.shape[2])
 
 
-@gathered_blocks_merged_in_another_order.whole
-def _(x):
-    return x
+gathered_blocks_merged_in_another_order.whole(lambda x: x)
 
 
 def entropy(scores):
@@ -130,14 +118,10 @@ def gathered_along_the_wrong_dimension(scores):
     return entropy(full)
 
 
-@gathered_along_the_wrong_dimension.right
-def _(scores):
-    return entropy(lax.all_gather(scores, "tp", axis=0, tiled=True, to="invarying"))
-
-
-@gathered_along_the_wrong_dimension.whole
-def _(scores):
-    return entropy(scores)
+gathered_along_the_wrong_dimension.right(
+    lambda scores: entropy(lax.all_gather(scores, "tp", axis=0, tiled=True, to="invarying"))
+)
+gathered_along_the_wrong_dimension.whole(lambda scores: entropy(scores))
 
 
 @wrong("b/dp s d/tp, d/tp e -> b/dp s/tp e")
@@ -147,14 +131,8 @@ def scattered_onto_the_wrong_dimension(x, w):
     return y.reshape(x.shape[0], 4, -1)  # wrong: layout
 
 
-@scattered_onto_the_wrong_dimension.right
-def _(x, w):
-    return psum_scatter(x @ w, "b/dp s e {U:tp} -> b/dp s/tp e")
-
-
-@scattered_onto_the_wrong_dimension.whole
-def _(x, w):
-    return x @ w
+scattered_onto_the_wrong_dimension.right(lambda x, w: psum_scatter(x @ w, "b/dp s e {U:tp} -> b/dp s/tp e"))
+scattered_onto_the_wrong_dimension.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp/tp n d -> b/tp n/dp d", b=16)
@@ -163,14 +141,8 @@ def exchanged_over_the_major_axis(x):
     return lax.all_to_all(x, "dp", split_axis=1, concat_axis=0, tiled=True)  # wrong: order or layout
 
 
-@exchanged_over_the_major_axis.right
-def _(x):
-    return relayout(x, "b/dp/tp n d -> b/tp n/dp d")
-
-
-@exchanged_over_the_major_axis.whole
-def _(x):
-    return x
+exchanged_over_the_major_axis.right(lambda x: relayout(x, "b/dp/tp n d -> b/tp n/dp d"))
+exchanged_over_the_major_axis.whole(lambda x: x)
 
 
 @wrong("g/tp m d -> g m/tp d", mesh={"tp": 8}, g=16)
@@ -182,14 +154,8 @@ def experts_not_sent_back(x):
     return y.reshape(16, 4, -1)  # wrong: layout
 
 
-@experts_not_sent_back.right
-def _(x):
-    return jnp.tanh(lax.all_to_all(x, "tp", split_axis=1, concat_axis=0, tiled=True)) * 0.5
-
-
-@experts_not_sent_back.whole
-def _(x):
-    return jnp.tanh(x) * 0.5
+experts_not_sent_back.right(lambda x: jnp.tanh(lax.all_to_all(x, "tp", split_axis=1, concat_axis=0, tiled=True)) * 0.5)
+experts_not_sent_back.whole(lambda x: jnp.tanh(x) * 0.5)
 
 
 @wrong("b/dp s/tp h -> b/dp h")
@@ -205,9 +171,7 @@ def _(x):
     return (jax.nn.softmax(scores, axis=1) * scores).sum(1) + scores.mean(1)
 
 
-@softmax_beside_a_gather.whole
-def _(x):
-    return (jax.nn.softmax(x, axis=1) * x).sum(1) + x.mean(1)
+softmax_beside_a_gather.whole(lambda x: (jax.nn.softmax(x, axis=1) * x).sum(1) + x.mean(1))
 
 
 @wrong("b/dp s/tp h k -> b/dp s h/tp k")
@@ -224,6 +188,4 @@ def _(x):
     return lax.all_to_all(back, "tp", split_axis=2, concat_axis=1, tiled=True)
 
 
-@blocks_around_the_heads.whole
-def _(x):
-    return jnp.tanh(x)
+blocks_around_the_heads.whole(lambda x: jnp.tanh(x))

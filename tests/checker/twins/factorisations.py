@@ -1,7 +1,5 @@
 """Factorisations and solvers: of a block, or of a product that is not complete."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import jax.scipy.linalg
 from jax import lax
@@ -30,14 +28,8 @@ def orthogonal_columns_of_a_block(a):
     return jnp.linalg.qr(a)[0] * jnp.sign(a[:, :1])  # wrong: pending or disagree
 
 
-@orthogonal_columns_of_a_block.right
-def _(a):
-    return my_rows(jnp.linalg.qr(whole_rows(a))[0]) * jnp.sign(a[:, :1])
-
-
-@orthogonal_columns_of_a_block.whole
-def _(a):
-    return jnp.linalg.qr(a)[0] * jnp.sign(a[:, :1])
+orthogonal_columns_of_a_block.right(lambda a: my_rows(jnp.linalg.qr(whole_rows(a))[0]) * jnp.sign(a[:, :1]))
+orthogonal_columns_of_a_block.whole(lambda a: jnp.linalg.qr(a)[0] * jnp.sign(a[:, :1]))
 
 
 @wrong(TALL)
@@ -73,9 +65,7 @@ def _(a, y):
     return jnp.linalg.solve(gram + jnp.eye(a.shape[1]), moment)
 
 
-@least_squares_of_blocks.whole
-def _(a, y):
-    return jnp.linalg.solve(a.T @ a + jnp.eye(a.shape[1]), a.T @ y)
+least_squares_of_blocks.whole(lambda a, y: jnp.linalg.solve(a.T @ a + jnp.eye(a.shape[1]), a.T @ y))
 
 
 @wrong("n/p m/q -> n/p m/q", mesh=SQUARE, n=8, m=8)
@@ -89,9 +79,7 @@ def _(spd):
     return split(jnp.linalg.inv(full + 9.0 * jnp.eye(8)), "n m -> n/p m/q")
 
 
-@inverse_of_a_block.whole
-def _(spd):
-    return jnp.linalg.inv(spd + 9.0 * jnp.eye(8))
+inverse_of_a_block.whole(lambda spd: jnp.linalg.inv(spd + 9.0 * jnp.eye(8)))
 
 
 @wrong("n/p m/q, m/q -> n/p", mesh=SQUARE, n=8, m=8)
@@ -106,9 +94,7 @@ def _(spd, y):
     return lax.pmean(split(jnp.linalg.solve(full, rhs), "n -> n/p"), "q")
 
 
-@block_diagonal_solve.whole
-def _(spd, y):
-    return jnp.linalg.solve(spd, y)
+block_diagonal_solve.whole(lambda spd, y: jnp.linalg.solve(spd, y))
 
 
 @wrong("n/tp d -> n/tp d")
@@ -116,14 +102,8 @@ def scaled_by_singular_values(a):
     return a / jnp.linalg.svd(a, compute_uv=False)[0]  # wrong: pending
 
 
-@scaled_by_singular_values.right
-def _(a):
-    return a / jnp.linalg.svd(whole_rows(a), compute_uv=False)[0]
-
-
-@scaled_by_singular_values.whole
-def _(a):
-    return a / jnp.linalg.svd(a, compute_uv=False)[0]
+scaled_by_singular_values.right(lambda a: a / jnp.linalg.svd(whole_rows(a), compute_uv=False)[0])
+scaled_by_singular_values.whole(lambda a: a / jnp.linalg.svd(a, compute_uv=False)[0])
 
 
 @wrong("n/p m/q -> n/p m/q", mesh=SQUARE, n=8, m=8)
@@ -139,9 +119,7 @@ def _(a):
     return rows @ columns
 
 
-@power_of_a_block.whole
-def _(a):
-    return a @ a
+power_of_a_block.whole(lambda a: a @ a)
 
 
 @wrong("n/p m/q -> scalar", mesh=SQUARE, n=8, m=8)
@@ -150,14 +128,8 @@ def product_of_determinants(spd):
     return lax.psum(logs, ("p", "q"))  # wrong: pending
 
 
-@product_of_determinants.right
-def _(spd):
-    return jnp.linalg.slogdet(all_gather(spd, "n/p m/q -> n m", to="invarying"))[1]
-
-
-@product_of_determinants.whole
-def _(spd):
-    return jnp.linalg.slogdet(spd)[1]
+product_of_determinants.right(lambda spd: jnp.linalg.slogdet(all_gather(spd, "n/p m/q -> n m", to="invarying"))[1])
+product_of_determinants.whole(lambda spd: jnp.linalg.slogdet(spd)[1])
 
 
 @wrong("d e, d/tp n -> d/tp n", e=12)
@@ -174,6 +146,4 @@ def _(spd, y):
     return split(jax.scipy.linalg.solve_triangular(jnp.tril(spd), full, lower=True), "d n -> d/tp n")
 
 
-@triangular_solve_of_blocks.whole
-def _(spd, y):
-    return jax.scipy.linalg.solve_triangular(jnp.tril(spd), y, lower=True)
+triangular_solve_of_blocks.whole(lambda spd, y: jax.scipy.linalg.solve_triangular(jnp.tril(spd), y, lower=True))

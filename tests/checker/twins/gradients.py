@@ -1,7 +1,5 @@
 """Gradients inside a kernel: of local means and copies, scaled or summed once too often, or not summed."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -24,14 +22,8 @@ def gradient_of_a_local_mean(w, x):
     return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)  # wrong: gradient
 
 
-@gradient_of_a_local_mean.right
-def _(w, x):
-    return jax.grad(lambda w: lax.pmean(square(w, x), "dp"))(w)
-
-
-@gradient_of_a_local_mean.whole
-def _(w, x):
-    return jax.grad(square)(w, x)
+gradient_of_a_local_mean.right(lambda w, x: jax.grad(lambda w: lax.pmean(square(w, x), "dp"))(w))
+gradient_of_a_local_mean.whole(lambda w, x: jax.grad(square)(w, x))
 
 
 @wrong(STEP)
@@ -40,14 +32,10 @@ def step_on_a_local_mean(w, x):
     return w - 0.1 * g
 
 
-@step_on_a_local_mean.right
-def _(w, x):
-    return w - 0.1 * spmd.grad(lambda w: reduce(jnp.sin(x @ w) ** 2, "b/dp f -> scalar", "mean"))(w)
-
-
-@step_on_a_local_mean.whole
-def _(w, x):
-    return w - 0.1 * jax.grad(square)(w, x)
+step_on_a_local_mean.right(
+    lambda w, x: w - 0.1 * spmd.grad(lambda w: reduce(jnp.sin(x @ w) ** 2, "b/dp f -> scalar", "mean"))(w)
+)
+step_on_a_local_mean.whole(lambda w, x: w - 0.1 * jax.grad(square)(w, x))
 
 
 @wrong(STEP)
@@ -61,14 +49,10 @@ def gradient_of_a_copied_loss(w, x):
     return jax.grad(loss)(w)  # wrong: gradient
 
 
-@gradient_of_a_copied_loss.right
-def _(w, x):
-    return jax.grad(lambda w: lax.pmean(square(w, lax.all_gather(x, "dp", tiled=True)), "dp"))(w)
-
-
-@gradient_of_a_copied_loss.whole
-def _(w, x):
-    return jax.grad(square)(w, x)
+gradient_of_a_copied_loss.right(
+    lambda w, x: jax.grad(lambda w: lax.pmean(square(w, lax.all_gather(x, "dp", tiled=True)), "dp"))(w)
+)
+gradient_of_a_copied_loss.whole(lambda w, x: jax.grad(square)(w, x))
 
 
 @wrong(STEP)
@@ -78,14 +62,8 @@ def gradient_summed_again(w, x):
     return lax.psum(lax.pcast(g, "dp", to="varying"), "dp")  # wrong: copies
 
 
-@gradient_summed_again.right
-def _(w, x):
-    return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w)
-
-
-@gradient_summed_again.whole
-def _(w, x):
-    return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w)
+gradient_summed_again.right(lambda w, x: jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w))
+gradient_summed_again.whole(lambda w, x: jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w))
 
 
 @wrong(STEP)
@@ -103,9 +81,7 @@ def _(w, x):
     return jnp.clip(lax.psum(g, "dp"), -0.5, 0.5)
 
 
-@clipped_before_the_sum.whole
-def _(w, x):
-    return jnp.clip(jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w), -0.5, 0.5)
+clipped_before_the_sum.whole(lambda w, x: jnp.clip(jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w), -0.5, 0.5))
 
 
 @wrong(STEP, mesh=WIDE, b=16)
@@ -123,9 +99,7 @@ def _(w, x):
     return lax.psum(g, "dp") ** 2
 
 
-@second_moment_of_parts.whole
-def _(w, x):
-    return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w) ** 2
+second_moment_of_parts.whole(lambda w, x: jax.grad(lambda w: (jnp.sin(x @ w) ** 2).sum())(w) ** 2)
 
 
 @wrong("d/dp f, d/dp f -> d/dp f")
@@ -134,14 +108,8 @@ def norm_of_a_block(w, g):
     return w - g / jnp.maximum(1.0, jnp.linalg.norm(g))  # wrong: nonlinear
 
 
-@norm_of_a_block.right
-def _(w, g):
-    return w - g / jnp.maximum(1.0, jnp.sqrt(lax.psum((g**2).sum(), "dp")))
-
-
-@norm_of_a_block.whole
-def _(w, g):
-    return w - g / jnp.maximum(1.0, jnp.linalg.norm(g))
+norm_of_a_block.right(lambda w, g: w - g / jnp.maximum(1.0, jnp.sqrt(lax.psum((g**2).sum(), "dp"))))
+norm_of_a_block.whole(lambda w, g: w - g / jnp.maximum(1.0, jnp.linalg.norm(g)))
 
 
 @wrong("d/tp f, b/dp d/tp -> d/tp f")
@@ -152,9 +120,9 @@ def loss_on_a_partial_product(w, x):
     return jax.grad(loss)(w)
 
 
-@loss_on_a_partial_product.right
-def _(w, x):
-    return jax.grad(lambda w: lax.pmean((jnp.sin(lax.psum(x @ w, "tp")) ** 2).mean(), "dp"))(w)
+loss_on_a_partial_product.right(
+    lambda w, x: jax.grad(lambda w: lax.pmean((jnp.sin(lax.psum(x @ w, "tp")) ** 2).mean(), "dp"))(w)
+)
 
 
 @wrong(STEP, unseen="what a loop adds up has no single factor")
@@ -179,6 +147,4 @@ def _(w, x):
     return lax.pmean(total / x.shape[0], "dp")
 
 
-@mean_of_micro_batches.whole
-def _(w, x):
-    return jax.grad(square)(w, x)
+mean_of_micro_batches.whole(lambda w, x: jax.grad(square)(w, x))

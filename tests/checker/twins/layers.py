@@ -1,7 +1,5 @@
 """Ready-made layers on a stream whose division they are not told of."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 
@@ -18,14 +16,8 @@ def mlp_without_sp(x, a, b):
     return x + nn.mlp(x, a, b, tp="tp")  # wrong: hidden
 
 
-@mlp_without_sp.right
-def _(x, a, b):
-    return x + nn.mlp(x, a, b, tp="tp", sp="tp")
-
-
-@mlp_without_sp.whole
-def _(x, a, b):
-    return x + jax.nn.gelu(x @ a) @ b
+mlp_without_sp.right(lambda x, a, b: x + nn.mlp(x, a, b, tp="tp", sp="tp"))
+mlp_without_sp.whole(lambda x, a, b: x + jax.nn.gelu(x @ a) @ b)
 
 
 @wrong("b/dp s/tp d, d 2 f/tp, f/tp d -> b/dp s/tp d")
@@ -33,9 +25,7 @@ def gated_mlp_without_sp(x, a, b):
     return x + nn.gated_mlp(x, a, b, tp="tp")  # wrong: hidden
 
 
-@gated_mlp_without_sp.right
-def _(x, a, b):
-    return x + nn.gated_mlp(x, a, b, tp="tp", sp="tp")
+gated_mlp_without_sp.right(lambda x, a, b: x + nn.gated_mlp(x, a, b, tp="tp", sp="tp"))
 
 
 @wrong("b/dp s/tp d, d h/tp k, d h/tp k, d h/tp k, h/tp k d -> b/dp s/tp d")
@@ -43,9 +33,9 @@ def attention_layer_without_sp(x, wq, wk, wv, wo):
     return x + nn.multi_head_attention(x, wq, wk, wv, wo, tp="tp")  # wrong: hidden
 
 
-@attention_layer_without_sp.right
-def _(x, wq, wk, wv, wo):
-    return x + nn.multi_head_attention(x, wq, wk, wv, wo, tp="tp", sp="tp")
+attention_layer_without_sp.right(
+    lambda x, wq, wk, wv, wo: x + nn.multi_head_attention(x, wq, wk, wv, wo, tp="tp", sp="tp")
+)
 
 
 @wrong("b/dp s/cp d, d h/tp k, d h/tp k, d h/tp k, h/tp k d -> b/dp s/cp d", mesh=CP)
@@ -65,9 +55,7 @@ def attention_on_a_block(q, k, v):
     return nn.dot_product_attention(q, k, v)  # wrong: hidden or pending
 
 
-@attention_on_a_block.right
-def _(q, k, v):
-    return parallel.ring_attention(q, k, v, cp="tp")
+attention_on_a_block.right(lambda q, k, v: parallel.ring_attention(q, k, v, cp="tp"))
 
 
 @wrong("b/dp s/tp d, d f/tp, f/tp d -> b/dp s/tp d")
@@ -113,14 +101,8 @@ def rms_norm_without_tp(x):
     return nn.rms_norm(x)  # wrong: hidden or layout
 
 
-@rms_norm_without_tp.right
-def _(x):
-    return nn.rms_norm(x, tp="tp")
-
-
-@rms_norm_without_tp.whole
-def _(x):
-    return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+rms_norm_without_tp.right(lambda x: nn.rms_norm(x, tp="tp"))
+rms_norm_without_tp.whole(lambda x: x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + 1e-6))
 
 
 @wrong("b/dp s d/tp, d/tp -> b/dp s d/tp")
@@ -128,9 +110,7 @@ def layer_norm_without_tp(x, scale):
     return nn.layer_norm(x, scale)  # wrong: layout
 
 
-@layer_norm_without_tp.right
-def _(x, scale):
-    return nn.layer_norm(x, scale, tp="tp")
+layer_norm_without_tp.right(lambda x, scale: nn.layer_norm(x, scale, tp="tp"))
 
 
 @wrong("b/dp s/tp, v/tp d -> b/dp s/tp d")
@@ -139,14 +119,10 @@ def embedding_without_sp(ids, table):
     return nn.embedding(ids, table, tp="tp")  # wrong: hidden
 
 
-@embedding_without_sp.right
-def _(ids, table):
-    return nn.embedding(all_gather(ids, "b/dp s/tp -> b/dp s"), table, tp="tp", sp="tp")
-
-
-@embedding_without_sp.whole
-def _(ids, table):
-    return table[ids]
+embedding_without_sp.right(
+    lambda ids, table: nn.embedding(all_gather(ids, "b/dp s/tp -> b/dp s"), table, tp="tp", sp="tp")
+)
+embedding_without_sp.whole(lambda ids, table: table[ids])
 
 
 @wrong("b/dp s/tp d, v/tp d, b/dp s/tp -> scalar")
@@ -173,9 +149,9 @@ def cross_entropy_without_cp(logits, labels):
     return nn.cross_entropy(logits, labels, reduction="sum", tp="tp", dp="dp")  # wrong: layout or partial or pending
 
 
-@cross_entropy_without_cp.right
-def _(logits, labels):
-    return nn.cross_entropy(logits, labels, reduction="sum", tp="tp", dp="dp", cp="cp")
+cross_entropy_without_cp.right(
+    lambda logits, labels: nn.cross_entropy(logits, labels, reduction="sum", tp="tp", dp="dp", cp="cp")
+)
 
 
 @wrong("b/dp s/tp h k -> b/dp s/tp h k")
@@ -184,6 +160,6 @@ def rope_of_local_positions(x):
     return nn.rotary_embedding(x, positions, nn.rotary_frequencies(x.shape[-1]))  # wrong: layout or disagree
 
 
-@rope_of_local_positions.right
-def _(x):
-    return nn.rotary_embedding(x, spmd.iota("s/tp", s=16), nn.rotary_frequencies(x.shape[-1]))
+rope_of_local_positions.right(
+    lambda x: nn.rotary_embedding(x, spmd.iota("s/tp", s=16), nn.rotary_frequencies(x.shape[-1]))
+)

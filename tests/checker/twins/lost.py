@@ -1,7 +1,5 @@
 """Layouts that are lost after the first operation: gathered in another order than they were divided."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -25,14 +23,8 @@ def after_a_product(w):
     return all_gather(w * 1.0, "m/tp/dp d -> m d", to="invarying")  # wrong: layout
 
 
-@after_a_product.right
-def _(w):
-    return whole(w * 1.0)
-
-
-@after_a_product.whole
-def _(w):
-    return w
+after_a_product.right(lambda w: whole(w * 1.0))
+after_a_product.whole(lambda w: w)
 
 
 @wrong("m/dp/tp d -> m d")
@@ -41,9 +33,7 @@ def after_a_cast(w):
     return all_gather(half, "m/tp/dp d -> m d", to="invarying").astype(jnp.float32)  # wrong: layout
 
 
-@after_a_cast.right
-def _(w):
-    return whole(w.astype(jnp.bfloat16)).astype(jnp.float32)
+after_a_cast.right(lambda w: whole(w.astype(jnp.bfloat16)).astype(jnp.float32))
 
 
 @wrong("l m/dp/tp d -> m d")
@@ -51,14 +41,8 @@ def after_an_index(w):
     return all_gather(w[0], "m/tp/dp d -> m d", to="invarying")  # wrong: layout
 
 
-@after_an_index.right
-def _(w):
-    return whole(w[0])
-
-
-@after_an_index.whole
-def _(w):
-    return w[0]
+after_an_index.right(lambda w: whole(w[0]))
+after_an_index.whole(lambda w: w[0])
 
 
 @wrong("l m/dp/tp d, b d -> b d")
@@ -93,9 +77,7 @@ def _(w, x):
     return lax.pmean(jax.checkpoint(layer)(w, x), "tp")
 
 
-@under_a_checkpoint.whole
-def _(w, x):
-    return jnp.tanh(x @ w)
+under_a_checkpoint.whole(lambda w, x: jnp.tanh(x @ w))
 
 
 @wrong("m/dp/tp d -> m d")
@@ -103,9 +85,7 @@ def under_a_jit(w):
     return jax.jit(lambda w: all_gather(w, "m/tp/dp d -> m d", to="invarying"))(w)  # wrong: layout
 
 
-@under_a_jit.right
-def _(w):
-    return jax.jit(whole)(w)
+under_a_jit.right(lambda w: jax.jit(whole)(w))
 
 
 @wrong("m/dp/tp d, b/dp m -> m/dp/tp d")
@@ -125,9 +105,7 @@ def _(w, x):
     return spmd.grad(loss)(w)
 
 
-@under_a_gradient.whole
-def _(w, x):
-    return jax.grad(lambda w: jnp.sin(x @ w).mean())(w)
+under_a_gradient.whole(lambda w, x: jax.grad(lambda w: jnp.sin(x @ w).mean())(w))
 
 
 @wrong("m/dp/tp d -> m d")

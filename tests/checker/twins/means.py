@@ -1,7 +1,5 @@
 """Means of unequal means, and other statistics that do not average."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,14 +17,8 @@ def mean_of_masked_means(x, mask):
     return lax.pmean((x * mask).sum() / mask.sum(), "tp")  # wrong: nonlinear
 
 
-@mean_of_masked_means.right
-def _(x, mask):
-    return lax.psum((x * mask).sum(), "tp") / lax.psum(mask.sum(), "tp")
-
-
-@mean_of_masked_means.whole
-def _(x, mask):
-    return (x * mask).sum() / mask.sum()
+mean_of_masked_means.right(lambda x, mask: lax.psum((x * mask).sum(), "tp") / lax.psum(mask.sum(), "tp"))
+mean_of_masked_means.whole(lambda x, mask: (x * mask).sum() / mask.sum())
 
 
 @wrong("b/dp n/tp, b/dp n/tp -> scalar")
@@ -36,14 +28,10 @@ def mean_over_one_axis_first(x, mask):
     return lax.pmean(total / count, "dp")  # wrong: nonlinear
 
 
-@mean_over_one_axis_first.right
-def _(x, mask):
-    return lax.psum((x * mask).sum(), ("dp", "tp")) / lax.psum(mask.sum(), ("dp", "tp"))
-
-
-@mean_over_one_axis_first.whole
-def _(x, mask):
-    return (x * mask).sum() / mask.sum()
+mean_over_one_axis_first.right(
+    lambda x, mask: lax.psum((x * mask).sum(), ("dp", "tp")) / lax.psum(mask.sum(), ("dp", "tp"))
+)
+mean_over_one_axis_first.whole(lambda x, mask: (x * mask).sum() / mask.sum())
 
 
 @wrong(WHOLE)
@@ -58,9 +46,7 @@ def _(x):
     return lax.pmean(((x - mean) ** 2).mean(-1), "tp")
 
 
-@mean_of_variances.whole
-def _(x):
-    return x.var(-1)
+mean_of_variances.whole(lambda x: x.var(-1))
 
 
 @wrong(WHOLE)
@@ -68,14 +54,8 @@ def mean_of_deviations(x):
     return lax.pmean(jnp.sqrt((x**2).mean(-1)), "tp")  # wrong: nonlinear
 
 
-@mean_of_deviations.right
-def _(x):
-    return jnp.sqrt(lax.pmean((x**2).mean(-1), "tp"))
-
-
-@mean_of_deviations.whole
-def _(x):
-    return jnp.sqrt((x**2).mean(-1))
+mean_of_deviations.right(lambda x: jnp.sqrt(lax.pmean((x**2).mean(-1), "tp")))
+mean_of_deviations.whole(lambda x: jnp.sqrt((x**2).mean(-1)))
 
 
 @wrong(WHOLE)
@@ -83,14 +63,8 @@ def mean_of_logsumexps(x):
     return lax.pmean(jax.nn.logsumexp(x, axis=-1), "tp")  # wrong: nonlinear or pending
 
 
-@mean_of_logsumexps.right
-def _(x):
-    return reduce(x, "b/dp n/tp -> b/dp", "logsumexp")
-
-
-@mean_of_logsumexps.whole
-def _(x):
-    return jax.nn.logsumexp(x, axis=-1)
+mean_of_logsumexps.right(lambda x: reduce(x, "b/dp n/tp -> b/dp", "logsumexp"))
+mean_of_logsumexps.whole(lambda x: jax.nn.logsumexp(x, axis=-1))
 
 
 @wrong(WHOLE)
@@ -98,14 +72,8 @@ def geometric_mean_of_sums(x):
     return jnp.exp(lax.pmean(jnp.log((x**2).sum(-1)), "tp"))  # wrong: nonlinear
 
 
-@geometric_mean_of_sums.right
-def _(x):
-    return lax.psum((x**2).sum(-1), "tp")
-
-
-@geometric_mean_of_sums.whole
-def _(x):
-    return (x**2).sum(-1)
+geometric_mean_of_sums.right(lambda x: lax.psum((x**2).sum(-1), "tp"))
+geometric_mean_of_sums.whole(lambda x: (x**2).sum(-1))
 
 
 @wrong(WHOLE)
@@ -113,14 +81,8 @@ def mean_of_norms(x):
     return lax.pmean(jnp.linalg.norm(x, axis=-1), "tp")  # wrong: nonlinear
 
 
-@mean_of_norms.right
-def _(x):
-    return jnp.sqrt(lax.psum((x**2).sum(-1), "tp"))
-
-
-@mean_of_norms.whole
-def _(x):
-    return jnp.linalg.norm(x, axis=-1)
+mean_of_norms.right(lambda x: jnp.sqrt(lax.psum((x**2).sum(-1), "tp")))
+mean_of_norms.whole(lambda x: jnp.linalg.norm(x, axis=-1))
 
 
 @wrong(WHOLE)
@@ -128,14 +90,8 @@ def mean_of_medians(x):
     return lax.pmean(jnp.median(x, axis=-1), "tp")  # wrong: pending
 
 
-@mean_of_medians.right
-def _(x):
-    return jnp.median(all_gather(x, "b/dp n/tp -> b/dp n", to="invarying"), axis=-1)
-
-
-@mean_of_medians.whole
-def _(x):
-    return jnp.median(x, axis=-1)
+mean_of_medians.right(lambda x: jnp.median(all_gather(x, "b/dp n/tp -> b/dp n", to="invarying"), axis=-1))
+mean_of_medians.whole(lambda x: jnp.median(x, axis=-1))
 
 
 @wrong(WHOLE)
@@ -143,14 +99,8 @@ def mean_of_maxima(x):
     return lax.pmean(x.max(-1), "tp")  # wrong: pending
 
 
-@mean_of_maxima.right
-def _(x):
-    return reduce(x, "b/dp n/tp -> b/dp", "max")
-
-
-@mean_of_maxima.whole
-def _(x):
-    return x.max(-1)
+mean_of_maxima.right(lambda x: reduce(x, "b/dp n/tp -> b/dp", "max"))
+mean_of_maxima.whole(lambda x: x.max(-1))
 
 
 @wrong(WHOLE)
@@ -159,14 +109,8 @@ def sum_divided_by_the_local_count(x):
     return lax.psum(x.sum(-1), "tp") / x.shape[1]  # wrong: numbers
 
 
-@sum_divided_by_the_local_count.right
-def _(x):
-    return lax.psum(x.sum(-1), "tp") / (x.shape[1] * lax.axis_size("tp"))
-
-
-@sum_divided_by_the_local_count.whole
-def _(x):
-    return x.mean(-1)
+sum_divided_by_the_local_count.right(lambda x: lax.psum(x.sum(-1), "tp") / (x.shape[1] * lax.axis_size("tp")))
+sum_divided_by_the_local_count.whole(lambda x: x.mean(-1))
 
 
 @wrong(WHOLE)
@@ -174,14 +118,8 @@ def sum_of_means(x):
     return lax.psum(x.mean(-1), "tp")  # wrong: numbers
 
 
-@sum_of_means.right
-def _(x):
-    return lax.pmean(x.mean(-1), "tp")
-
-
-@sum_of_means.whole
-def _(x):
-    return x.mean(-1)
+sum_of_means.right(lambda x: lax.pmean(x.mean(-1), "tp"))
+sum_of_means.whole(lambda x: x.mean(-1))
 
 
 @wrong(WHOLE)
@@ -189,14 +127,8 @@ def mean_of_sums(x):
     return lax.pmean(x.sum(-1), "tp")  # wrong: numbers
 
 
-@mean_of_sums.right
-def _(x):
-    return lax.psum(x.sum(-1), "tp")
-
-
-@mean_of_sums.whole
-def _(x):
-    return x.sum(-1)
+mean_of_sums.right(lambda x: lax.psum(x.sum(-1), "tp"))
+mean_of_sums.whole(lambda x: x.sum(-1))
 
 
 @wrong("b/dp n/tp, b/dp n/tp -> b/dp")
@@ -211,6 +143,4 @@ def _(x, y):
     return xy / jnp.sqrt(xx * yy)
 
 
-@cosine_of_blocks.whole
-def _(x, y):
-    return (x * y).sum(-1) / jnp.sqrt((x**2).sum(-1) * (y**2).sum(-1))
+cosine_of_blocks.whole(lambda x, y: (x * y).sum(-1) / jnp.sqrt((x**2).sum(-1) * (y**2).sum(-1)))

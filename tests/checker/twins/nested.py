@@ -1,7 +1,5 @@
 """The mistake lies inside: of a loop, a branch, a solver, a transformed function, a function of one's own."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -23,14 +21,8 @@ def in_a_helper(x, w):
     return lax.psum(activated(x @ w), "tp")
 
 
-@in_a_helper.right
-def _(x, w):
-    return activated(lax.psum(x @ w, "tp"))
-
-
-@in_a_helper.whole
-def _(x, w):
-    return jnp.tanh(x @ w)
+in_a_helper.right(lambda x, w: activated(lax.psum(x @ w, "tp")))
+in_a_helper.whole(lambda x, w: jnp.tanh(x @ w))
 
 
 @wrong("b/dp d/tp, l d/tp f, l f -> l b/dp f", raw=True)
@@ -42,14 +34,10 @@ def in_a_loop_over_layers(x, w, bias):
     return lax.scan(layer, None, (w, bias))[1]
 
 
-@in_a_loop_over_layers.right
-def _(x, w, bias):
-    return lax.scan(lambda _, p: (None, lax.psum(x @ p[0], "tp") + p[1][None]), None, (w, bias))[1]
-
-
-@in_a_loop_over_layers.whole
-def _(x, w, bias):
-    return jnp.einsum("bd,ldf->lbf", x, w) + bias[:, None]
+in_a_loop_over_layers.right(
+    lambda x, w, bias: lax.scan(lambda _, p: (None, lax.psum(x @ p[0], "tp") + p[1][None]), None, (w, bias))[1]
+)
+in_a_loop_over_layers.whole(lambda x, w, bias: jnp.einsum("bd,ldf->lbf", x, w) + bias[:, None])
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")
@@ -57,14 +45,8 @@ def in_a_vmap(x):
     return jax.vmap(lambda row: row / row.max())(x)  # wrong: pending
 
 
-@in_a_vmap.right
-def _(x):
-    return jax.vmap(lambda row: row / reduce(row, "n/tp -> 1", "max"))(x)
-
-
-@in_a_vmap.whole
-def _(x):
-    return x / x.max(1, keepdims=True)
+in_a_vmap.right(lambda x: jax.vmap(lambda row: row / reduce(row, "n/tp -> 1", "max"))(x))
+in_a_vmap.whole(lambda x: x / x.max(1, keepdims=True))
 
 
 @wrong("b/dp d, d v/tp -> b/dp v/tp")
@@ -84,9 +66,7 @@ def _(x, w):
     return jax.checkpoint(scores)(x, w)
 
 
-@in_a_checkpoint.whole
-def _(x, w):
-    return jax.nn.softmax(x @ w)
+in_a_checkpoint.whole(lambda x, w: jax.nn.softmax(x @ w))
 
 
 @jax.custom_jvp
@@ -102,14 +82,8 @@ def in_a_custom_jvp(x, w):
     return lax.psum(softened(x @ w), "tp")
 
 
-@in_a_custom_jvp.right
-def _(x, w):
-    return softened(lax.psum(x @ w, "tp"))
-
-
-@in_a_custom_jvp.whole
-def _(x, w):
-    return softened(x @ w)
+in_a_custom_jvp.right(lambda x, w: softened(lax.psum(x @ w, "tp")))
+in_a_custom_jvp.whole(lambda x, w: softened(x @ w))
 
 
 @wrong("b/dp n/tp, scalar -> b/dp n/tp")
@@ -125,9 +99,7 @@ def _(x, alpha):
     return split(full, "b/dp n -> b/dp n/tp")
 
 
-@in_a_branch.whole
-def _(x, alpha):
-    return x.cumsum(1)
+in_a_branch.whole(lambda x, alpha: x.cumsum(1))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")
@@ -168,9 +140,7 @@ def _(a, y):
     return split(cg(lambda v: v * (1.0 + jnp.abs(a)), y, maxiter=3)[0], "n -> n/tp")
 
 
-@in_a_solver.whole
-def _(a, y):
-    return cg(lambda v: v * (1.0 + jnp.abs(a)), y, maxiter=3)[0]
+in_a_solver.whole(lambda a, y: cg(lambda v: v * (1.0 + jnp.abs(a)), y, maxiter=3)[0])
 
 
 @wrong("d f, b/dp d -> b/dp f")
@@ -256,6 +226,4 @@ def _(x, w):
     return jax.nn.gelu(y)
 
 
-@in_a_string_under_vmap.whole
-def _(x, w):
-    return jax.nn.gelu(x @ w)
+in_a_string_under_vmap.whole(lambda x, w: jax.nn.gelu(x @ w))

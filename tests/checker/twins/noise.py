@@ -1,7 +1,5 @@
 """Random numbers: the same for all blocks, or different on copies."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -18,14 +16,8 @@ def noise_of_a_local_shape(x, key):
     return x + jax.random.normal(key, x.shape)  # wrong: noise
 
 
-@noise_of_a_local_shape.right
-def _(x, key):
-    return x + random.normal(key, "b/dp s/tp d")
-
-
-@noise_of_a_local_shape.whole
-def _(x, key):
-    return x + jax.random.normal(key, x.shape)
+noise_of_a_local_shape.right(lambda x, key: x + random.normal(key, "b/dp s/tp d"))
+noise_of_a_local_shape.whole(lambda x, key: x + jax.random.normal(key, x.shape))
 
 
 @wrong(STREAM)
@@ -34,14 +26,8 @@ def dropout_of_a_local_shape(x, key):
     return jnp.where(keep, x / 0.7, 0.0)  # wrong: noise
 
 
-@dropout_of_a_local_shape.right
-def _(x, key):
-    return nn.dropout(x, key, "b/dp s/tp d", rate=0.3)
-
-
-@dropout_of_a_local_shape.whole
-def _(x, key):
-    return jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0.0)
+dropout_of_a_local_shape.right(lambda x, key: nn.dropout(x, key, "b/dp s/tp d", rate=0.3))
+dropout_of_a_local_shape.whole(lambda x, key: jnp.where(jax.random.bernoulli(key, 0.7, x.shape), x / 0.7, 0.0))
 
 
 @wrong(STREAM, unseen="a key for each device is legal, along some axes as well as along all")
@@ -51,9 +37,7 @@ def folded_along_one_axis_only(x, key):
     return x + jax.random.uniform(mine, x.shape)  # wrong: noise
 
 
-@folded_along_one_axis_only.right
-def _(x, key):
-    return x + random.uniform(key, "b/dp s/tp d")
+folded_along_one_axis_only.right(lambda x, key: x + random.uniform(key, "b/dp s/tp d"))
 
 
 @wrong("b/dp d/tp, scalar -> b/dp d/tp")
@@ -70,9 +54,7 @@ def _(x, key):
     return x + jax.vmap(lambda k: jax.random.normal(k, (1,)))(mine)
 
 
-@split_keys_of_rows.whole
-def _(x, key):
-    return x + jax.vmap(lambda k: jax.random.normal(k, (1,)))(jax.random.split(key, 4))
+split_keys_of_rows.whole(lambda x, key: x + jax.vmap(lambda k: jax.random.normal(k, (1,)))(jax.random.split(key, 4)))
 
 
 @wrong("d f, b/dp d, scalar -> b/dp f", unseen="a mean over noise of each device's own may be meant")
@@ -83,9 +65,9 @@ def different_noise_on_copies(w, x, key):
     return lax.pmean(jnp.tanh(x @ noisy), "tp")  # wrong: noise
 
 
-@different_noise_on_copies.right
-def _(w, x, key):
-    return jnp.tanh(x @ (w + jax.random.normal(jax.random.fold_in(key, 0), w.shape)))
+different_noise_on_copies.right(
+    lambda w, x, key: jnp.tanh(x @ (w + jax.random.normal(jax.random.fold_in(key, 0), w.shape)))
+)
 
 
 @wrong("b/dp v/tp, scalar -> b/dp v/tp")
@@ -94,9 +76,7 @@ def gumbel_of_a_block(x, key):
     return x + jax.random.gumbel(key, x.shape)  # wrong: noise
 
 
-@gumbel_of_a_block.right
-def _(x, key):
-    return x - jnp.log(-jnp.log(random.uniform(key, "b/dp v/tp", minval=1e-7)))
+gumbel_of_a_block.right(lambda x, key: x - jnp.log(-jnp.log(random.uniform(key, "b/dp v/tp", minval=1e-7))))
 
 
 @wrong("n/tp d, scalar -> n/tp d")
@@ -105,14 +85,10 @@ def permutation_of_a_block(x, key):
     return jax.random.permutation(key, x)  # wrong: pending or noise
 
 
-@permutation_of_a_block.right
-def _(x, key):
-    return spmd.split(jax.random.permutation(key, spmd.all_gather(x, "n/tp d -> n d")), "n d -> n/tp d")
-
-
-@permutation_of_a_block.whole
-def _(x, key):
-    return jax.random.permutation(key, x)
+permutation_of_a_block.right(
+    lambda x, key: spmd.split(jax.random.permutation(key, spmd.all_gather(x, "n/tp d -> n d")), "n d -> n/tp d")
+)
+permutation_of_a_block.whole(lambda x, key: jax.random.permutation(key, x))
 
 
 @wrong("b/dp s d/tp, scalar -> b/dp s d/tp")

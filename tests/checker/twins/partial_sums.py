@@ -1,7 +1,5 @@
 """Partial sums: used before they are complete, or completed twice."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,14 +18,8 @@ def bias_before_the_psum(x, w, bias):
     return lax.psum(y, "tp")
 
 
-@bias_before_the_psum.right
-def _(x, w, bias):
-    return lax.psum(x @ w, "tp") + bias[None]
-
-
-@bias_before_the_psum.whole
-def _(x, w, bias):
-    return x @ w + bias[None]
+bias_before_the_psum.right(lambda x, w, bias: lax.psum(x @ w, "tp") + bias[None])
+bias_before_the_psum.whole(lambda x, w, bias: x @ w + bias[None])
 
 
 @wrong(ROWS, raw=True)
@@ -35,14 +27,8 @@ def tanh_before_the_psum(x, w):
     return lax.psum(jnp.tanh(x @ w), "tp")  # wrong: nonlinear
 
 
-@tanh_before_the_psum.right
-def _(x, w):
-    return jnp.tanh(lax.psum(x @ w, "tp"))
-
-
-@tanh_before_the_psum.whole
-def _(x, w):
-    return jnp.tanh(x @ w)
+tanh_before_the_psum.right(lambda x, w: jnp.tanh(lax.psum(x @ w, "tp")))
+tanh_before_the_psum.whole(lambda x, w: jnp.tanh(x @ w))
 
 
 @wrong(ROWS, raw=True)
@@ -58,9 +44,7 @@ def _(x, w):
     return y * jax.nn.sigmoid(y)
 
 
-@gate_before_the_psum.whole
-def _(x, w):
-    return jax.nn.silu(x @ w)
+gate_before_the_psum.whole(lambda x, w: jax.nn.silu(x @ w))
 
 
 @wrong("b/dp d/tp, d/tp f, b/dp f -> b/dp f")
@@ -69,14 +53,8 @@ def residual_before_the_psum(x, w, residual):
     return lax.psum(y, "tp")
 
 
-@residual_before_the_psum.right
-def _(x, w, residual):
-    return residual + einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f")
-
-
-@residual_before_the_psum.whole
-def _(x, w, residual):
-    return residual + x @ w
+residual_before_the_psum.right(lambda x, w, residual: residual + einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f"))
+residual_before_the_psum.whole(lambda x, w, residual: residual + x @ w)
 
 
 @wrong("b/dp d, d f -> b/dp f", raw=True)
@@ -85,14 +63,8 @@ def sum_of_copies(x, w):
     return lax.psum(lax.pcast(x @ w, "tp", to="varying"), "tp")  # wrong: copies
 
 
-@sum_of_copies.right
-def _(x, w):
-    return lax.pmean(lax.pcast(x @ w, "tp", to="varying"), "tp")
-
-
-@sum_of_copies.whole
-def _(x, w):
-    return x @ w
+sum_of_copies.right(lambda x, w: lax.pmean(lax.pcast(x @ w, "tp", to="varying"), "tp"))
+sum_of_copies.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp d/tp, d/tp f -> b/dp f")
@@ -102,9 +74,7 @@ def sum_of_gathered_copies(x, w):
     return lax.psum(full @ rows, "tp")  # wrong: copies
 
 
-@sum_of_gathered_copies.right
-def _(x, w):
-    return lax.psum(x @ w, "tp")
+sum_of_gathered_copies.right(lambda x, w: lax.psum(x @ w, "tp"))
 
 
 @wrong(ROWS)
@@ -113,9 +83,7 @@ def summed_twice(x, w):
     return lax.psum(lax.pcast(y * 0.5, "tp", to="varying"), "tp")  # wrong: copies
 
 
-@summed_twice.right
-def _(x, w):
-    return lax.psum(x @ w, "tp") * 0.5
+summed_twice.right(lambda x, w: lax.psum(x @ w, "tp") * 0.5)
 
 
 @wrong(SCATTERED)
@@ -124,14 +92,8 @@ def scatter_of_a_complete_sum(x, w):
     return lax.psum_scatter(y, "tp", scatter_dimension=1, tiled=True)  # wrong: copies
 
 
-@scatter_of_a_complete_sum.right
-def _(x, w):
-    return lax.psum_scatter(x @ w, "tp", scatter_dimension=1, tiled=True)
-
-
-@scatter_of_a_complete_sum.whole
-def _(x, w):
-    return x @ w
+scatter_of_a_complete_sum.right(lambda x, w: lax.psum_scatter(x @ w, "tp", scatter_dimension=1, tiled=True))
+scatter_of_a_complete_sum.whole(lambda x, w: x @ w)
 
 
 @wrong(SCATTERED, unseen="a slice whose start differs between devices may take what other devices do not")
@@ -147,9 +109,7 @@ def _(x, w):
     return lax.dynamic_slice_in_dim(y, lax.axis_index("tp") * 2, 2, axis=1)
 
 
-@block_of_a_partial_sum.whole
-def _(x, w):
-    return x @ w
+block_of_a_partial_sum.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp s d/tp, d/tp -> b/dp s/tp")
@@ -158,9 +118,7 @@ def contraction_taken_for_a_row(x, w):
     return (x @ w)[:, :4]  # wrong: partial or layout
 
 
-@contraction_taken_for_a_row.right
-def _(x, w):
-    return lax.psum_scatter(x @ w, "tp", scatter_dimension=1, tiled=True)
+contraction_taken_for_a_row.right(lambda x, w: lax.psum_scatter(x @ w, "tp", scatter_dimension=1, tiled=True))
 
 
 @wrong("b/dp d/tp, d/tp f, b/dp f -> b/dp f", raw=True)
@@ -168,9 +126,7 @@ def division_by_a_partial_sum(x, w, y):
     return lax.psum(y / (2.0 + (x @ w) ** 2), "tp")  # wrong: nonlinear
 
 
-@division_by_a_partial_sum.right
-def _(x, w, y):
-    return y / (2.0 + lax.psum(x @ w, "tp") ** 2)
+division_by_a_partial_sum.right(lambda x, w, y: y / (2.0 + lax.psum(x @ w, "tp") ** 2))
 
 
 @wrong("b/dp s/tp d -> b/dp s/tp d", raw=True)
@@ -214,14 +170,8 @@ def whole_numbers_of_a_partial_sum(x, w):
     return lax.psum((10.0 * (x @ w)).astype(jnp.int32), "tp")  # wrong: nonlinear
 
 
-@whole_numbers_of_a_partial_sum.right
-def _(x, w):
-    return lax.psum(10.0 * (x @ w), "tp").astype(jnp.int32)
-
-
-@whole_numbers_of_a_partial_sum.whole
-def _(x, w):
-    return (10.0 * (x @ w)).astype(jnp.int32)
+whole_numbers_of_a_partial_sum.right(lambda x, w: lax.psum(10.0 * (x @ w), "tp").astype(jnp.int32))
+whole_numbers_of_a_partial_sum.whole(lambda x, w: (10.0 * (x @ w)).astype(jnp.int32))
 
 
 @wrong(BIAS)
@@ -231,9 +181,7 @@ def mask_before_the_psum(x, w, bias):
     return lax.psum(y, "tp")
 
 
-@mask_before_the_psum.right
-def _(x, w, bias):
-    return jnp.where(bias[None] > 0, bias[None], lax.psum(x @ w, "tp"))
+mask_before_the_psum.right(lambda x, w, bias: jnp.where(bias[None] > 0, bias[None], lax.psum(x @ w, "tp")))
 
 
 @wrong("b/dp s/tp d, d f/tp, f/tp -> b/dp s f/tp")

@@ -1,7 +1,5 @@
 """Permutations and rings: another direction, a step too few, another's block."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,14 +37,8 @@ def shifted_the_other_way(x):
     return shift(stage, "[c/tp] m d", -1)  # wrong: layout
 
 
-@shifted_the_other_way.right
-def _(x):
-    return shift(jnp.tanh(x), "[c/tp] m d", 1)
-
-
-@shifted_the_other_way.whole
-def _(x):
-    return jnp.roll(jnp.tanh(x), 2, axis=0)
+shifted_the_other_way.right(lambda x: shift(jnp.tanh(x), "[c/tp] m d", 1))
+shifted_the_other_way.whole(lambda x: jnp.roll(jnp.tanh(x), 2, axis=0))
 
 
 @wrong(MATRIX, unseen="which block has come after k steps is arithmetic")
@@ -70,9 +62,7 @@ def _(x, w):
     return total
 
 
-@ring_in_the_wrong_direction.whole
-def _(x, w):
-    return x @ w
+ring_in_the_wrong_direction.whole(lambda x, w: x @ w)
 
 
 @wrong(MATRIX, unseen="how many blocks have come is arithmetic")
@@ -95,9 +85,7 @@ def _(x, w):
     return total
 
 
-@ring_one_step_short.whole
-def _(x, w):
-    return x @ w
+ring_one_step_short.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp n/tp -> b/dp", unseen="which blocks have come is arithmetic")
@@ -121,9 +109,7 @@ def _(x):
     return lax.pmean(total, "tp") + 0.1 * lax.pmax(lax.stop_gradient(total), "tp")
 
 
-@ring_sum_that_skips_a_block.whole
-def _(x):
-    return x.sum(-1) + 0.1 * lax.stop_gradient(x.sum(-1))
+ring_sum_that_skips_a_block.whole(lambda x: x.sum(-1) + 0.1 * lax.stop_gradient(x.sum(-1)))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp", unseen="which blocks have come is arithmetic")
@@ -141,9 +127,7 @@ def _(x):
     return lax.ppermute(there, "tp", ring(n, -1))
 
 
-@not_everybody_receives.whole
-def _(x):
-    return x
+not_everybody_receives.whole(lambda x: x)
 
 
 @wrong("b/dp s/tp k, b/dp s/tp k, b/dp s/tp k -> b/dp s/tp k", unseen="which blocks have come is arithmetic")
@@ -169,9 +153,7 @@ def _(q, k, v):
     return total / norm
 
 
-@keys_without_their_values.whole
-def _(q, k, v):
-    return jax.nn.softmax(jnp.einsum("bsk,btk->bst", q, k)) @ v
+keys_without_their_values.whole(lambda q, k, v: jax.nn.softmax(jnp.einsum("bsk,btk->bst", q, k)) @ v)
 
 
 @wrong("n/dp/tp d -> n/tp/dp d", unseen="which blocks have come is arithmetic")
@@ -189,6 +171,4 @@ def _(x):
     return lax.ppermute(x, ("dp", "tp"), [(number, where(number)) for number in range(a * b)])
 
 
-@blocks_sent_to_the_wrong_places.whole
-def _(x):
-    return x
+blocks_sent_to_the_wrong_places.whole(lambda x: x)

@@ -1,7 +1,5 @@
 """Plain JAX on a piece: a function of the whole dimension, called on a part of it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -26,14 +24,8 @@ def mean(x):
     return x - x.mean(-1, keepdims=True)  # wrong: mixed or pending
 
 
-@mean.right
-def _(x):
-    return x - lax.pmean(x.mean(-1, keepdims=True), "tp")
-
-
-@mean.whole
-def _(x):
-    return x - x.mean(-1, keepdims=True)
+mean.right(lambda x: x - lax.pmean(x.mean(-1, keepdims=True), "tp"))
+mean.whole(lambda x: x - x.mean(-1, keepdims=True))
 
 
 @wrong(ROWS)
@@ -48,9 +40,7 @@ def _(x):
     return e / lax.psum(e.sum(-1, keepdims=True), "tp")
 
 
-@softmax.whole
-def _(x):
-    return jax.nn.softmax(x, axis=-1)
+softmax.whole(lambda x: jax.nn.softmax(x, axis=-1))
 
 
 @wrong(ROWS)
@@ -58,14 +48,8 @@ def log_softmax(x):
     return jax.nn.log_softmax(x, axis=-1)  # wrong: pending or nonlinear
 
 
-@log_softmax.right
-def _(x):
-    return x - reduce(x, "b/dp s d/tp -> b/dp s 1", "logsumexp")
-
-
-@log_softmax.whole
-def _(x):
-    return jax.nn.log_softmax(x, axis=-1)
+log_softmax.right(lambda x: x - reduce(x, "b/dp s d/tp -> b/dp s 1", "logsumexp"))
+log_softmax.whole(lambda x: jax.nn.log_softmax(x, axis=-1))
 
 
 @wrong(ROWS)
@@ -73,14 +57,8 @@ def norm(x):
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)  # wrong: nonlinear
 
 
-@norm.right
-def _(x):
-    return x / jnp.sqrt(lax.psum((x**2).sum(-1, keepdims=True), "tp"))
-
-
-@norm.whole
-def _(x):
-    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+norm.right(lambda x: x / jnp.sqrt(lax.psum((x**2).sum(-1, keepdims=True), "tp")))
+norm.whole(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))
 
 
 @wrong(ROWS)
@@ -94,9 +72,7 @@ def _(x):
     return x / jnp.sqrt(reduce((x - mean) ** 2, "b/dp s d/tp -> b/dp s 1", "mean") + 1.0)
 
 
-@variance.whole
-def _(x):
-    return x / jnp.sqrt(x.var(-1, keepdims=True) + 1.0)
+variance.whole(lambda x: x / jnp.sqrt(x.var(-1, keepdims=True) + 1.0))
 
 
 @wrong(ROWS)
@@ -104,14 +80,8 @@ def logsumexp(x):
     return x * jax.nn.logsumexp(x, axis=-1, keepdims=True)  # wrong: pending or nonlinear
 
 
-@logsumexp.right
-def _(x):
-    return x * reduce(x, "b/dp s d/tp -> b/dp s 1", "logsumexp")
-
-
-@logsumexp.whole
-def _(x):
-    return x * jax.nn.logsumexp(x, axis=-1, keepdims=True)
+logsumexp.right(lambda x: x * reduce(x, "b/dp s d/tp -> b/dp s 1", "logsumexp"))
+logsumexp.whole(lambda x: x * jax.nn.logsumexp(x, axis=-1, keepdims=True))
 
 
 @wrong(ROWS)
@@ -119,14 +89,8 @@ def largest(x):
     return x / jnp.abs(x).max(-1, keepdims=True)  # wrong: pending
 
 
-@largest.right
-def _(x):
-    return x / reduce(jnp.abs(x), "b/dp s d/tp -> b/dp s 1", "max")
-
-
-@largest.whole
-def _(x):
-    return x / jnp.abs(x).max(-1, keepdims=True)
+largest.right(lambda x: x / reduce(jnp.abs(x), "b/dp s d/tp -> b/dp s 1", "max"))
+largest.whole(lambda x: x / jnp.abs(x).max(-1, keepdims=True))
 
 
 @wrong(ROWS)
@@ -134,14 +98,8 @@ def cumulative_sum(x):
     return x.cumsum(-1)  # wrong: pending
 
 
-@cumulative_sum.right
-def _(x):
-    return spmd.cumsum(x, "b/dp s [d/tp]")
-
-
-@cumulative_sum.whole
-def _(x):
-    return x.cumsum(-1)
+cumulative_sum.right(lambda x: spmd.cumsum(x, "b/dp s [d/tp]"))
+cumulative_sum.whole(lambda x: x.cumsum(-1))
 
 
 @wrong(ROWS)
@@ -149,14 +107,8 @@ def sort(x):
     return jnp.sort(x, axis=-1)  # wrong: pending
 
 
-@sort.right
-def _(x):
-    return spmd.sort(x, "b/dp s [d/tp]")
-
-
-@sort.whole
-def _(x):
-    return jnp.sort(x, axis=-1)
+sort.right(lambda x: spmd.sort(x, "b/dp s [d/tp]"))
+sort.whole(lambda x: jnp.sort(x, axis=-1))
 
 
 @wrong("b/dp s v/tp -> b/dp s v/tp")
@@ -170,9 +122,7 @@ def _(x):
     return x * (best[..., None] % 2).astype(x.dtype)
 
 
-@argmax.whole
-def _(x):
-    return x * (jnp.argmax(x, axis=-1, keepdims=True) % 2).astype(x.dtype)
+argmax.whole(lambda x: x * (jnp.argmax(x, axis=-1, keepdims=True) % 2).astype(x.dtype))
 
 
 @wrong(
@@ -195,9 +145,7 @@ def _(x):
     return lax.pmax(jnp.where(top == best, place, -1), "tp")
 
 
-@winners_of_each_device.whole
-def _(x):
-    return jnp.argmax(x, axis=-1)
+winners_of_each_device.whole(lambda x: jnp.argmax(x, axis=-1))
 
 
 @wrong("b/dp s v/tp -> b/dp s v/tp")
@@ -213,9 +161,7 @@ def _(x):
     return jnp.where(x >= best[..., -1:], x, 0.0)
 
 
-@top_k.whole
-def _(x):
-    return jnp.where(x >= lax.top_k(x, 3)[0][..., -1:], x, 0.0)
+top_k.whole(lambda x: jnp.where(x >= lax.top_k(x, 3)[0][..., -1:], x, 0.0))
 
 
 @wrong(ROWS)
@@ -223,14 +169,8 @@ def roll(x):
     return jnp.roll(x, 2, axis=-1)  # wrong: pending
 
 
-@roll.right
-def _(x):
-    return spmd.roll(x, "b/dp s [d/tp]", 2)
-
-
-@roll.whole
-def _(x):
-    return jnp.roll(x, 2, axis=-1)
+roll.right(lambda x: spmd.roll(x, "b/dp s [d/tp]", 2))
+roll.whole(lambda x: jnp.roll(x, 2, axis=-1))
 
 
 @wrong(ROWS)
@@ -238,14 +178,8 @@ def flip(x):
     return jnp.flip(x, axis=-1)  # wrong: pending
 
 
-@flip.right
-def _(x):
-    return spmd.flip(x, "b/dp s [d/tp]")
-
-
-@flip.whole
-def _(x):
-    return jnp.flip(x, axis=-1)
+flip.right(lambda x: spmd.flip(x, "b/dp s [d/tp]"))
+flip.whole(lambda x: jnp.flip(x, axis=-1))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")
@@ -253,14 +187,8 @@ def median(x):
     return x - jnp.median(x, axis=-1, keepdims=True)  # wrong: pending
 
 
-@median.right
-def _(x):
-    return x - jnp.median(all_gather(x, "b/dp n/tp -> b/dp n"), axis=-1, keepdims=True)
-
-
-@median.whole
-def _(x):
-    return x - jnp.median(x, axis=-1, keepdims=True)
+median.right(lambda x: x - jnp.median(all_gather(x, "b/dp n/tp -> b/dp n"), axis=-1, keepdims=True))
+median.whole(lambda x: x - jnp.median(x, axis=-1, keepdims=True))
 
 
 @wrong(ROWS)
@@ -277,9 +205,7 @@ def _(x):
     return x * jnp.take(whole_rows(x), lax.dynamic_slice_in_dim(places, start, 3), axis=-1)
 
 
-@interpolate.whole
-def _(x):
-    return x * jnp.take(x, jnp.tile(jnp.array([0, 2, 1]), 4), axis=-1)
+interpolate.whole(lambda x: x * jnp.take(x, jnp.tile(jnp.array([0, 2, 1]), 4), axis=-1))
 
 
 @wrong(ROWS)
@@ -287,14 +213,8 @@ def first_feature(x):
     return x * x[..., :1]  # wrong: pending
 
 
-@first_feature.right
-def _(x):
-    return x * whole_rows(x)[..., :1]
-
-
-@first_feature.whole
-def _(x):
-    return x * x[..., :1]
+first_feature.right(lambda x: x * whole_rows(x)[..., :1])
+first_feature.whole(lambda x: x * x[..., :1])
 
 
 @wrong(ROWS)
@@ -304,11 +224,5 @@ def batch_statistics(x):
     return x - mean  # wrong: mixed
 
 
-@batch_statistics.right
-def _(x):
-    return x - lax.pmean(x.mean((0, 2), keepdims=True), ("dp", "tp"))
-
-
-@batch_statistics.whole
-def _(x):
-    return x - x.mean((0, 2), keepdims=True)
+batch_statistics.right(lambda x: x - lax.pmean(x.mean((0, 2), keepdims=True), ("dp", "tp")))
+batch_statistics.whole(lambda x: x - x.mean((0, 2), keepdims=True))

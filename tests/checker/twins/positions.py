@@ -1,7 +1,5 @@
 """Numbers counted from the start of the block: positions, masks, ids, labels."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -19,14 +17,8 @@ def sinusoidal_positions(x):
     return x + jnp.sin(places)[None, :, None]  # wrong: disagree or layout
 
 
-@sinusoidal_positions.right
-def _(x):
-    return x + jnp.sin(iota("s/tp", jnp.float32))[None, :, None]
-
-
-@sinusoidal_positions.whole
-def _(x):
-    return x + jnp.sin(jnp.arange(16.0))[None, :, None]
+sinusoidal_positions.right(lambda x: x + jnp.sin(iota("s/tp", jnp.float32))[None, :, None])
+sinusoidal_positions.whole(lambda x: x + jnp.sin(jnp.arange(16.0))[None, :, None])
 
 
 @wrong("b/dp s/tp d, s d -> b/dp s/tp d")
@@ -35,14 +27,8 @@ def learned_positions(x, table):
     return x + table[None, : x.shape[1]]  # wrong: disagree
 
 
-@learned_positions.right
-def _(x, table):
-    return x + split(table, "s d -> s/tp d")[None]
-
-
-@learned_positions.whole
-def _(x, table):
-    return x + table[None]
+learned_positions.right(lambda x, table: x + split(table, "s d -> s/tp d")[None])
+learned_positions.whole(lambda x, table: x + table[None])
 
 
 @wrong("b/dp s/tp k, b/dp s/tp k -> b/dp s/tp k")
@@ -83,9 +69,7 @@ def _(ids, table):
     return lax.psum(rows @ table, "tp")
 
 
-@rows_of_a_divided_table.whole
-def _(ids, table):
-    return table[ids]
+rows_of_a_divided_table.whole(lambda ids, table: table[ids])
 
 
 @wrong("b/dp s, v/tp d -> b/dp s d")
@@ -103,9 +87,7 @@ def _(ids, table):
     return lax.psum(rows, "tp")
 
 
-@rows_taken_by_number.whole
-def _(ids, table):
-    return table[ids]
+rows_taken_by_number.whole(lambda ids, table: table[ids])
 
 
 @wrong("b/dp s v/tp, b/dp s -> b/dp s")
@@ -120,9 +102,7 @@ def _(logits, labels):
     return lax.psum(jnp.where(hit, logits, 0.0).sum(-1), "tp")
 
 
-@score_of_the_label.whole
-def _(logits, labels):
-    return jnp.take_along_axis(logits, labels[..., None], 2)[..., 0]
+score_of_the_label.whole(lambda logits, labels: jnp.take_along_axis(logits, labels[..., None], 2)[..., 0])
 
 
 @wrong("b/dp s/tp, b/dp s/tp d -> b/dp s/tp d")
@@ -138,9 +118,7 @@ def _(ids, x):
     return x * labels[..., None].astype(x.dtype)
 
 
-@labels_shifted_in_a_block.whole
-def _(ids, x):
-    return x * jnp.roll(ids, -1, axis=1)[..., None].astype(x.dtype)
+labels_shifted_in_a_block.whole(lambda ids, x: x * jnp.roll(ids, -1, axis=1)[..., None].astype(x.dtype))
 
 
 @wrong("b/dp s/tp -> b/dp s/tp")
@@ -154,9 +132,7 @@ def _(ids):
     return jnp.concatenate([ids[:, 1:], first], axis=1)
 
 
-@labels_by_slice_and_pad.whole
-def _(ids):
-    return jnp.pad(ids[:, 1:], ((0, 0), (0, 1)))
+labels_by_slice_and_pad.whole(lambda ids: jnp.pad(ids[:, 1:], ((0, 0), (0, 1))))
 
 
 @wrong(STREAM)
@@ -171,9 +147,7 @@ def _(x):
     return jnp.where(first, 1.0, x)
 
 
-@first_token_of_every_block.whole
-def _(x):
-    return x.at[:, 0].set(1.0)
+first_token_of_every_block.whole(lambda x: x.at[:, 0].set(1.0))
 
 
 @wrong("b/dp s/tp d -> b/dp d")
@@ -188,9 +162,7 @@ def _(x):
     return lax.psum(x[:, -1] * last, "tp")
 
 
-@last_token_of_every_block.whole
-def _(x):
-    return x[:, -1]
+last_token_of_every_block.whole(lambda x: x[:, -1])
 
 
 @wrong("n/tp m -> n/tp m")
@@ -198,14 +170,8 @@ def identity_of_a_block(a):
     return a + jnp.eye(*a.shape)  # wrong: disagree
 
 
-@identity_of_a_block.right
-def _(a):
-    return a + (iota("n/tp")[:, None] == jnp.arange(a.shape[1])[None]).astype(a.dtype)
-
-
-@identity_of_a_block.whole
-def _(a):
-    return a + jnp.eye(*a.shape)
+identity_of_a_block.right(lambda a: a + (iota("n/tp")[:, None] == jnp.arange(a.shape[1])[None]).astype(a.dtype))
+identity_of_a_block.whole(lambda a: a + jnp.eye(*a.shape))
 
 
 @wrong("n/tp m -> n/tp m")
@@ -213,14 +179,8 @@ def triangle_of_a_block(a):
     return jnp.tril(a)  # wrong: disagree or pending
 
 
-@triangle_of_a_block.right
-def _(a):
-    return jnp.where(iota("n/tp")[:, None] >= jnp.arange(a.shape[1])[None], a, 0.0)
-
-
-@triangle_of_a_block.whole
-def _(a):
-    return jnp.tril(a)
+triangle_of_a_block.right(lambda a: jnp.where(iota("n/tp")[:, None] >= jnp.arange(a.shape[1])[None], a, 0.0))
+triangle_of_a_block.whole(lambda a: jnp.tril(a))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")
@@ -229,14 +189,8 @@ def grid_of_a_block(u):
     return u * jnp.sin(3 * jnp.linspace(0.0, 1.0, u.shape[1]))[None]  # wrong: disagree
 
 
-@grid_of_a_block.right
-def _(u):
-    return u * jnp.sin(3 * spmd.linspace(0.0, 1.0, "n/tp"))[None]
-
-
-@grid_of_a_block.whole
-def _(u):
-    return u * jnp.sin(3 * jnp.linspace(0.0, 1.0, u.shape[1]))[None]
+grid_of_a_block.right(lambda u: u * jnp.sin(3 * spmd.linspace(0.0, 1.0, "n/tp"))[None])
+grid_of_a_block.whole(lambda u: u * jnp.sin(3 * jnp.linspace(0.0, 1.0, u.shape[1]))[None])
 
 
 @wrong("b/dp s/tp d -> b/dp s/tp d")
@@ -245,14 +199,8 @@ def padding_by_length(x):
     return jnp.where(jnp.arange(x.shape[1])[None, :, None] < 10, x, 0.0)  # wrong: disagree
 
 
-@padding_by_length.right
-def _(x):
-    return jnp.where(iota("s/tp")[None, :, None] < 10, x, 0.0)
-
-
-@padding_by_length.whole
-def _(x):
-    return jnp.where(jnp.arange(16)[None, :, None] < 10, x, 0.0)
+padding_by_length.right(lambda x: jnp.where(iota("s/tp")[None, :, None] < 10, x, 0.0))
+padding_by_length.whole(lambda x: jnp.where(jnp.arange(16)[None, :, None] < 10, x, 0.0))
 
 
 @wrong("b/dp s/tp d/cp -> b/dp s/tp d/cp", mesh={"dp": 2, "tp": 2, "cp": 2})
@@ -267,6 +215,4 @@ def _(x):
     return x + jnp.cos(places.astype(x.dtype))[None, :, None]
 
 
-@offset_along_another_axis.whole
-def _(x):
-    return x + jnp.cos(jnp.arange(16.0))[None, :, None]
+offset_along_another_axis.whole(lambda x: x + jnp.cos(jnp.arange(16.0))[None, :, None])

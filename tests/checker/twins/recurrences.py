@@ -1,7 +1,5 @@
 """Recurrences over a divided sequence: each block starts anew."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -38,9 +36,7 @@ def _(x):
     return split(along(smooth, full, jnp.zeros_like(full[:, 0])), "b/dp s d -> b/dp s/tp d")
 
 
-@moving_average.whole
-def _(x):
-    return along(smooth, x, jnp.zeros_like(x[:, 0]))
+moving_average.whole(lambda x: along(smooth, x, jnp.zeros_like(x[:, 0])))
 
 
 @wrong(STREAM)
@@ -60,9 +56,7 @@ def _(x):
     return out
 
 
-@recurrent_cell.whole
-def _(x):
-    return along(cell, x, jnp.zeros_like(x[:, 0]))
+recurrent_cell.whole(lambda x: along(cell, x, jnp.zeros_like(x[:, 0])))
 
 
 @wrong(STREAM)
@@ -77,9 +71,7 @@ def _(x):
     return lax.dynamic_slice_in_dim(full, lax.axis_index("tp") * x.shape[1], x.shape[1], axis=1)
 
 
-@prefix_products.whole
-def _(x):
-    return lax.associative_scan(jnp.multiply, 1.0 + 0.1 * x, axis=1)
+prefix_products.whole(lambda x: lax.associative_scan(jnp.multiply, 1.0 + 0.1 * x, axis=1))
 
 
 @wrong(STREAM)
@@ -93,9 +85,7 @@ def _(x):
     return split(full, "b/dp s d -> b/dp s/tp d")
 
 
-@running_maximum.whole
-def _(x):
-    return lax.cummax(x, axis=1)
+running_maximum.whole(lambda x: lax.cummax(x, axis=1))
 
 
 @wrong(STREAM)
@@ -115,9 +105,7 @@ def _(x):
     return jnp.einsum("bsd,bsde->bse", x, outer.cumsum(1) + before[:, None])
 
 
-@linear_attention.whole
-def _(x):
-    return jnp.einsum("bsd,bsde->bse", x, jnp.einsum("bsd,bse->bsde", x, x).cumsum(1))
+linear_attention.whole(lambda x: jnp.einsum("bsd,bsde->bse", x, jnp.einsum("bsd,bse->bsde", x, x).cumsum(1)))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")
@@ -152,6 +140,4 @@ def _(x):
     return lax.scan(cell, jnp.zeros_like(full[:, 0]), full.swapaxes(0, 1))[0]
 
 
-@last_state.whole
-def _(x):
-    return lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0]
+last_state.whole(lambda x: lax.scan(cell, jnp.zeros_like(x[:, 0]), x.swapaxes(0, 1))[0])

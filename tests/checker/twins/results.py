@@ -1,7 +1,5 @@
 """Results that leave the kernel as something else: a block or a partial sum as the whole, copies as blocks."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -14,14 +12,8 @@ def sum_of_a_block(x):
     return x.sum(0)  # wrong: partial
 
 
-@sum_of_a_block.right
-def _(x):
-    return lax.psum(x.sum(0), "dp")
-
-
-@sum_of_a_block.whole
-def _(x):
-    return x.sum(0)
+sum_of_a_block.right(lambda x: lax.psum(x.sum(0), "dp"))
+sum_of_a_block.whole(lambda x: x.sum(0))
 
 
 @wrong("b/dp d -> scalar")
@@ -29,14 +21,8 @@ def mean_of_a_block(x):
     return x.mean()  # wrong: partial
 
 
-@mean_of_a_block.right
-def _(x):
-    return lax.pmean(x.mean(), "dp")
-
-
-@mean_of_a_block.whole
-def _(x):
-    return x.mean()
+mean_of_a_block.right(lambda x: lax.pmean(x.mean(), "dp"))
+mean_of_a_block.whole(lambda x: x.mean())
 
 
 @wrong("b/dp d -> d")
@@ -44,14 +30,8 @@ def maximum_of_a_block(x):
     return x.max(0)  # wrong: pending
 
 
-@maximum_of_a_block.right
-def _(x):
-    return reduce(x, "b/dp d -> d", "max")
-
-
-@maximum_of_a_block.whole
-def _(x):
-    return x.max(0)
+maximum_of_a_block.right(lambda x: reduce(x, "b/dp d -> d", "max"))
+maximum_of_a_block.whole(lambda x: x.max(0))
 
 
 @wrong("n/dp d, n/dp f -> d f")
@@ -59,14 +39,8 @@ def product_over_a_divided_dimension(x, y):
     return x.T @ y  # wrong: partial
 
 
-@product_over_a_divided_dimension.right
-def _(x, y):
-    return lax.psum(x.T @ y, "dp")
-
-
-@product_over_a_divided_dimension.whole
-def _(x, y):
-    return x.T @ y
+product_over_a_divided_dimension.right(lambda x, y: lax.psum(x.T @ y, "dp"))
+product_over_a_divided_dimension.whole(lambda x, y: x.T @ y)
 
 
 @wrong("b/dp d -> b/dp d/tp")
@@ -75,14 +49,8 @@ def copies_as_blocks(x):
     return lax.pcast(x[:, :3], "tp", to="varying")  # wrong: layout
 
 
-@copies_as_blocks.right
-def _(x):
-    return split(x, "b/dp d -> b/dp d/tp")
-
-
-@copies_as_blocks.whole
-def _(x):
-    return x
+copies_as_blocks.right(lambda x: split(x, "b/dp d -> b/dp d/tp"))
+copies_as_blocks.whole(lambda x: x)
 
 
 @wrong("b/dp d/tp, d/tp f -> b/dp f/tp")
@@ -91,14 +59,8 @@ def complete_product_as_blocks(x, w):
     return lax.pcast(lax.psum(x @ w, "tp")[:, :2], "tp", to="varying")  # wrong: layout
 
 
-@complete_product_as_blocks.right
-def _(x, w):
-    return split(lax.psum(x @ w, "tp"), "b/dp f -> b/dp f/tp")
-
-
-@complete_product_as_blocks.whole
-def _(x, w):
-    return x @ w
+complete_product_as_blocks.right(lambda x, w: split(lax.psum(x @ w, "tp"), "b/dp f -> b/dp f/tp"))
+complete_product_as_blocks.whole(lambda x, w: x @ w)
 
 
 @wrong("b/dp s/tp d -> b/dp d")
@@ -106,14 +68,8 @@ def pooled_without_a_sum(x):
     return x.sum(1)  # wrong: partial
 
 
-@pooled_without_a_sum.right
-def _(x):
-    return lax.psum(x.sum(1), "tp")
-
-
-@pooled_without_a_sum.whole
-def _(x):
-    return x.sum(1)
+pooled_without_a_sum.right(lambda x: lax.psum(x.sum(1), "tp"))
+pooled_without_a_sum.whole(lambda x: x.sum(1))
 
 
 @wrong("b/dp n/tp -> b/dp")
@@ -121,14 +77,8 @@ def norm_of_a_part(x):
     return jnp.linalg.norm(x, axis=1)  # wrong: nonlinear
 
 
-@norm_of_a_part.right
-def _(x):
-    return jnp.sqrt(lax.psum((x**2).sum(1), "tp"))
-
-
-@norm_of_a_part.whole
-def _(x):
-    return jnp.linalg.norm(x, axis=1)
+norm_of_a_part.right(lambda x: jnp.sqrt(lax.psum((x**2).sum(1), "tp")))
+norm_of_a_part.whole(lambda x: jnp.linalg.norm(x, axis=1))
 
 
 @wrong("b/dp d/tp -> b/tp d", b=16)
@@ -138,14 +88,8 @@ def block_of_another_axis(x):
     return full[: x.shape[0] // 2]  # wrong: layout or pending
 
 
-@block_of_another_axis.right
-def _(x):
-    return relayout(x, "b/dp d/tp -> b/tp d", to="invarying")
-
-
-@block_of_another_axis.whole
-def _(x):
-    return x
+block_of_another_axis.right(lambda x: relayout(x, "b/dp d/tp -> b/tp d", to="invarying"))
+block_of_another_axis.whole(lambda x: x)
 
 
 @wrong("d f, b/dp d -> d f")
@@ -155,14 +99,8 @@ def gradient_of_own_rows(w, x):
     return x.T @ y  # wrong: partial
 
 
-@gradient_of_own_rows.right
-def _(w, x):
-    return lax.psum(x.T @ jnp.sin(x @ w), "dp")
-
-
-@gradient_of_own_rows.whole
-def _(w, x):
-    return x.T @ jnp.sin(x @ w)
+gradient_of_own_rows.right(lambda w, x: lax.psum(x.T @ jnp.sin(x @ w), "dp"))
+gradient_of_own_rows.whole(lambda w, x: x.T @ jnp.sin(x @ w))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp, b/dp")
@@ -172,14 +110,8 @@ def one_of_two_results(x):
     return 2.0 * x, total
 
 
-@one_of_two_results.right
-def _(x):
-    return 2.0 * x, lax.psum(x.sum(1), "tp")
-
-
-@one_of_two_results.whole
-def _(x):
-    return 2.0 * x, x.sum(1)
+one_of_two_results.right(lambda x: (2.0 * x, lax.psum(x.sum(1), "tp")))
+one_of_two_results.whole(lambda x: (2.0 * x, x.sum(1)))
 
 
 @wrong("b/dp s/tp d -> b/dp s/tp d, scalar")
@@ -189,11 +121,5 @@ def block_mean_as_a_loss(x):
     return x - 0.1 * x, loss
 
 
-@block_mean_as_a_loss.right
-def _(x):
-    return x - 0.1 * x, lax.pmean((x**2).mean(), ("dp", "tp"))
-
-
-@block_mean_as_a_loss.whole
-def _(x):
-    return x - 0.1 * x, (x**2).mean()
+block_mean_as_a_loss.right(lambda x: (x - 0.1 * x, lax.pmean((x**2).mean(), ("dp", "tp"))))
+block_mean_as_a_loss.whole(lambda x: (x - 0.1 * x, (x**2).mean()))

@@ -1,7 +1,5 @@
 """A divided dimension merged, split, tiled, joined, flipped, padded, cut or exchanged as if it were whole."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -18,14 +16,8 @@ def merged_behind_a_whole_dimension(x):
     return x.reshape(-1, x.shape[2])  # wrong: layout
 
 
-@merged_behind_a_whole_dimension.right
-def _(x):
-    return relayout(x, "b s/tp d -> b/tp s d").reshape(-1, x.shape[2])
-
-
-@merged_behind_a_whole_dimension.whole
-def _(x):
-    return x.reshape(-1, x.shape[2])
+merged_behind_a_whole_dimension.right(lambda x: relayout(x, "b s/tp d -> b/tp s d").reshape(-1, x.shape[2]))
+merged_behind_a_whole_dimension.whole(lambda x: x.reshape(-1, x.shape[2]))
 
 
 @wrong("n/tp d -> l e/tp d", n=60)
@@ -40,9 +32,7 @@ def _(x):
     return split(full.reshape(3, 20, -1), "l e d -> l e/tp d")
 
 
-@split_in_the_middle.whole
-def _(x):
-    return x.reshape(3, 20, -1)
+split_in_the_middle.whole(lambda x: x.reshape(3, 20, -1))
 
 
 @wrong("b/dp s/tp d -> n/tp d", n=64)
@@ -57,9 +47,7 @@ def _(x):
     return full.reshape(-1, x.shape[2])
 
 
-@merged_with_an_axis_lost.whole
-def _(x):
-    return x.reshape(-1, x.shape[2])
+merged_with_an_axis_lost.whole(lambda x: x.reshape(-1, x.shape[2]))
 
 
 @wrong("n/tp -> m/tp", n=16, m=32)
@@ -67,14 +55,8 @@ def tiled(x):
     return jnp.tile(x, 2)  # wrong: pending or layout
 
 
-@tiled.right
-def _(x):
-    return split(jnp.tile(all_gather(x, "n/tp -> n"), 2), "m -> m/tp")
-
-
-@tiled.whole
-def _(x):
-    return jnp.tile(x, 2)
+tiled.right(lambda x: split(jnp.tile(all_gather(x, "n/tp -> n"), 2), "m -> m/tp"))
+tiled.whole(lambda x: jnp.tile(x, 2))
 
 
 @wrong("n/tp, e/tp -> m/tp", n=16, e=24, m=40)
@@ -82,14 +64,8 @@ def joined(x, y):
     return jnp.concatenate([x, y])  # wrong: pending
 
 
-@joined.right
-def _(x, y):
-    return split(jnp.concatenate([all_gather(x, "n/tp -> n"), all_gather(y, "e/tp -> e")]), "m -> m/tp")
-
-
-@joined.whole
-def _(x, y):
-    return jnp.concatenate([x, y])
+joined.right(lambda x, y: split(jnp.concatenate([all_gather(x, "n/tp -> n"), all_gather(y, "e/tp -> e")]), "m -> m/tp"))
+joined.whole(lambda x, y: jnp.concatenate([x, y]))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp")
@@ -97,14 +73,8 @@ def flipped(x):
     return x + x[:, ::-1]  # wrong: pending or disagree
 
 
-@flipped.right
-def _(x):
-    return x + spmd.flip(x, "b/dp [n/tp]")
-
-
-@flipped.whole
-def _(x):
-    return x + x[:, ::-1]
+flipped.right(lambda x: x + spmd.flip(x, "b/dp [n/tp]"))
+flipped.whole(lambda x: x + x[:, ::-1])
 
 
 @wrong("n/tp d -> m/tp d", n=24, m=32)
@@ -113,14 +83,8 @@ def padded(x):
     return jnp.pad(x, ((0, 2), (0, 0)))  # wrong: pending
 
 
-@padded.right
-def _(x):
-    return split(jnp.pad(all_gather(x, "n/tp d -> n d"), ((0, 8), (0, 0))), "m d -> m/tp d")
-
-
-@padded.whole
-def _(x):
-    return jnp.pad(x, ((0, 8), (0, 0)))
+padded.right(lambda x: split(jnp.pad(all_gather(x, "n/tp d -> n d"), ((0, 8), (0, 0))), "m d -> m/tp d"))
+padded.whole(lambda x: jnp.pad(x, ((0, 8), (0, 0))))
 
 
 @wrong("b/dp n/tp -> b/dp m/tp", n=32, m=16)
@@ -128,14 +92,8 @@ def first_half(x):
     return x[:, : x.shape[1] // 2]  # wrong: pending
 
 
-@first_half.right
-def _(x):
-    return split(all_gather(x, "b/dp n/tp -> b/dp n")[:, :16], "b/dp m -> b/dp m/tp")
-
-
-@first_half.whole
-def _(x):
-    return x[:, :16]
+first_half.right(lambda x: split(all_gather(x, "b/dp n/tp -> b/dp n")[:, :16], "b/dp m -> b/dp m/tp"))
+first_half.whole(lambda x: x[:, :16])
 
 
 @wrong("b/dp n/tp -> b/dp m/tp", n=32, m=16)
@@ -152,9 +110,7 @@ def _(x):
     return jnp.tanh(gate) * value
 
 
-@gates_and_values_cut_apart.whole
-def _(x):
-    return jnp.tanh(x[:, :16]) * x[:, 16:]
+gates_and_values_cut_apart.whole(lambda x: jnp.tanh(x[:, :16]) * x[:, 16:])
 
 
 @wrong("b/dp f/tp -> f/dp b/tp", mesh=CUBE)
@@ -163,14 +119,8 @@ def transposed(x):
     return x.T  # wrong: layout
 
 
-@transposed.right
-def _(x):
-    return relayout(x.T, "f/tp b/dp -> f/dp b/tp")
-
-
-@transposed.whole
-def _(x):
-    return x.T
+transposed.right(lambda x: relayout(x.T, "f/tp b/dp -> f/dp b/tp"))
+transposed.whole(lambda x: x.T)
 
 
 @wrong("b/dp n/tp -> b/dp m/tp", n=16, m=32)
@@ -179,14 +129,10 @@ def repeated_as_a_whole(x):
     return jnp.stack([x, x], axis=1).reshape(x.shape[0], -1)  # wrong: layout
 
 
-@repeated_as_a_whole.right
-def _(x):
-    return split(jnp.tile(all_gather(x, "b/dp n/tp -> b/dp n"), (1, 2)), "b/dp m -> b/dp m/tp")
-
-
-@repeated_as_a_whole.whole
-def _(x):
-    return jnp.tile(x, (1, 2))
+repeated_as_a_whole.right(
+    lambda x: split(jnp.tile(all_gather(x, "b/dp n/tp -> b/dp n"), (1, 2)), "b/dp m -> b/dp m/tp")
+)
+repeated_as_a_whole.whole(lambda x: jnp.tile(x, (1, 2)))
 
 
 @wrong("b/dp s h/tp k -> b/dp s n/tp", n=48)
@@ -201,6 +147,4 @@ def _(x):
     return split(full.swapaxes(2, 3).reshape(*x.shape[:2], -1), "b/dp s n -> b/dp s n/tp")
 
 
-@heads_merged_in_another_order.whole
-def _(x):
-    return x.swapaxes(2, 3).reshape(*x.shape[:2], -1)
+heads_merged_in_another_order.whole(lambda x: x.swapaxes(2, 3).reshape(*x.shape[:2], -1))

@@ -1,7 +1,5 @@
 """Right programs that look wrong: an alarm on one of them would be false. Each wrong one is a step beside it."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -59,9 +57,7 @@ def _(w, x):
     return jnp.clip(lax.psum(-0.5 * total, "dp"), -1.0, 1.0)
 
 
-@one_reduction_after_the_loop.whole
-def _(w, x):
-    return jnp.clip(-0.5 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w), -1.0, 1.0)
+one_reduction_after_the_loop.whole(lambda w, x: jnp.clip(-0.5 * jax.grad(lambda w: jnp.sin(x @ w).sum())(w), -1.0, 1.0))
 
 
 @wrong("b/dp s/tp d -> b/dp s/tp d")
@@ -103,9 +99,7 @@ def _(x):
     return part * (ones + jnp.full(part.shape[1:], 2.0))[None]
 
 
-@constants_fit_anywhere.whole
-def _(x):
-    return x * 3.0
+constants_fit_anywhere.whole(lambda x: x * 3.0)
 
 
 @wrong("b/dp d, scalar -> b/dp d", unseen="a key for each device is legal")
@@ -115,9 +109,7 @@ def one_key_for_copies(x, key):
     return x + noise  # wrong: noise
 
 
-@one_key_for_copies.right
-def _(x, key):
-    return x + jax.random.normal(jax.random.fold_in(key, 0), (1, 12))
+one_key_for_copies.right(lambda x, key: x + jax.random.normal(jax.random.fold_in(key, 0), (1, 12)))
 
 
 @wrong("n/tp d, m n -> m d", unseen="a mean of what differs may be meant")
@@ -136,9 +128,7 @@ def _(x, w):
     return w @ lax.pmean(moved, "tp")
 
 
-@permuted_copies.whole
-def _(x, w):
-    return w @ x
+permuted_copies.whole(lambda x, w: w @ x)
 
 
 @wrong("b/dp n/tp -> b/dp n/tp", unseen="which blocks have come is arithmetic")
@@ -166,9 +156,7 @@ def _(x):
     return x * assert_equal(total, "tp", why="all blocks were added up").sum(1, keepdims=True)
 
 
-@ring_that_becomes_equal.whole
-def _(x):
-    return x * x.sum(1, keepdims=True)
+ring_that_becomes_equal.whole(lambda x: x * x.sum(1, keepdims=True))
 
 
 @wrong("b/dp n/tp -> b/dp n/tp", no_gradient="JAX has no reverse mode of run_state")
@@ -207,6 +195,4 @@ def _(x):
     return e * jnp.exp(top - highest) / total
 
 
-@online_softmax.whole
-def _(x):
-    return jax.nn.softmax(x)
+online_softmax.whole(lambda x: jax.nn.softmax(x))

@@ -1,7 +1,5 @@
 """Integers that each device knows without any data: positions, own rows, sides."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -19,14 +17,8 @@ def positions_in_another_order(x):
     return x + jnp.sin(places.astype(x.dtype))[None, :, None]  # wrong: disagree or layout
 
 
-@positions_in_another_order.right
-def _(x):
-    return x + jnp.sin(block(("dp", "tp"), x.shape[1]).astype(x.dtype))[None, :, None]
-
-
-@positions_in_another_order.whole
-def _(x):
-    return x + jnp.sin(jnp.arange(16, dtype=x.dtype))[None, :, None]
+positions_in_another_order.right(lambda x: x + jnp.sin(block(("dp", "tp"), x.shape[1]).astype(x.dtype))[None, :, None])
+positions_in_another_order.whole(lambda x: x + jnp.sin(jnp.arange(16, dtype=x.dtype))[None, :, None])
 
 
 @wrong("n/dp m/tp -> n/dp m/tp")
@@ -42,9 +34,7 @@ def _(u):
     return u * jnp.cos((rows[:, None] * 32 + columns[None]).astype(u.dtype))
 
 
-@coordinates_exchanged.whole
-def _(u):
-    return u * jnp.cos(jnp.arange(40 * 32, dtype=u.dtype).reshape(40, 32))
+coordinates_exchanged.whole(lambda u: u * jnp.cos(jnp.arange(40 * 32, dtype=u.dtype).reshape(40, 32)))
 
 
 @wrong("b/dp s/tp d, s d -> b/dp s/tp d", s=8)
@@ -53,14 +43,8 @@ def rows_of_another_block(x, table):
     return x + table[block("dp", x.shape[1])][None]  # wrong: disagree or layout
 
 
-@rows_of_another_block.right
-def _(x, table):
-    return x + table[block("tp", x.shape[1])][None]
-
-
-@rows_of_another_block.whole
-def _(x, table):
-    return x + table[None]
+rows_of_another_block.right(lambda x, table: x + table[block("tp", x.shape[1])][None])
+rows_of_another_block.whole(lambda x, table: x + table[None])
 
 
 @wrong("b/dp s -> b/dp v/tp", no_gradient="integers")
@@ -70,14 +54,8 @@ def counts_of_the_same_ids(ids):
     return (ids[..., None] == rows[None, None]).sum(1)  # wrong: layout
 
 
-@counts_of_the_same_ids.right
-def _(ids):
-    return (ids[..., None] == block("tp", 6)[None, None]).sum(1)
-
-
-@counts_of_the_same_ids.whole
-def _(ids):
-    return (ids[..., None] == jnp.arange(24)[None, None]).sum(1)
+counts_of_the_same_ids.right(lambda ids: (ids[..., None] == block("tp", 6)[None, None]).sum(1))
+counts_of_the_same_ids.whole(lambda ids: (ids[..., None] == jnp.arange(24)[None, None]).sum(1))
 
 
 @wrong("b/dp s, v/tp d -> b/dp s d")
@@ -93,9 +71,7 @@ def _(ids, table):
     return lax.psum(hit.astype(table.dtype) @ table, "tp")
 
 
-@scores_from_the_block_of_another_axis.whole
-def _(ids, table):
-    return table[ids]
+scores_from_the_block_of_another_axis.whole(lambda ids, table: table[ids])
 
 
 @wrong("b/dp d -> b/dp d")
@@ -111,9 +87,7 @@ def _(x):
     return lax.psum(jnp.where(last, x, 0.0), "tp")
 
 
-@handed_on_by_everyone.whole
-def _(x):
-    return x
+handed_on_by_everyone.whole(lambda x: x)
 
 
 @wrong("b/dp s/tp -> b/dp s/tp")
@@ -131,9 +105,7 @@ def _(x):
     return x - jnp.concatenate([edge, x[:, :-1]], axis=1)
 
 
-@edge_of_every_block.whole
-def _(x):
-    return x - jnp.pad(x[:, :-1], ((0, 0), (1, 0)))
+edge_of_every_block.whole(lambda x: x - jnp.pad(x[:, :-1], ((0, 0), (1, 0))))
 
 
 @wrong("b/dp s/tp d -> b/dp d")
@@ -151,6 +123,4 @@ def _(x):
     return lax.dynamic_index_in_dim(whole, at, 1, keepdims=False)
 
 
-@own_row_of_a_gathered_copy.whole
-def _(x):
-    return x[:, -1]
+own_row_of_a_gathered_copy.whole(lambda x: x[:, -1])

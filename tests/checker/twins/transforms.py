@@ -1,7 +1,5 @@
 """Transforms along a divided dimension."""
 
-from __future__ import annotations
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,9 +30,7 @@ def _(x):
     return jnp.abs(y) ** 2
 
 
-@spectrum_of_a_piece.whole
-def _(x):
-    return jnp.abs(jnp.fft.fft(x, axis=-1)) ** 2
+spectrum_of_a_piece.whole(lambda x: jnp.abs(jnp.fft.fft(x, axis=-1)) ** 2)
 
 
 @wrong("x/tp y/dp -> x/tp y/dp", x=16, y=12)
@@ -46,14 +42,8 @@ def transform_of_one_dimension_only(u):
     return jnp.abs(v)
 
 
-@transform_of_one_dimension_only.right
-def _(u):
-    return jnp.abs(fft.fft(u, "x/tp y/dp -> kx/tp ky/dp"))
-
-
-@transform_of_one_dimension_only.whole
-def _(u):
-    return jnp.abs(jnp.fft.fft2(u))
+transform_of_one_dimension_only.right(lambda u: jnp.abs(fft.fft(u, "x/tp y/dp -> kx/tp ky/dp")))
+transform_of_one_dimension_only.whole(lambda u: jnp.abs(jnp.fft.fft2(u)))
 
 
 def cosines(n):
@@ -73,9 +63,7 @@ def _(x):
     return lax.psum_scatter(x @ rows, "tp", scatter_dimension=1, tiled=True)
 
 
-@cosine_transform_by_a_small_matrix.whole
-def _(x):
-    return x @ cosines(40)
+cosine_transform_by_a_small_matrix.whole(lambda x: x @ cosines(40))
 
 
 @wrong(LINE, unseen="numbers of a block's length that no rule of the table has made")
@@ -91,9 +79,9 @@ def _(x):
     return jnp.abs(y * fft.fftfreq("k/tp", k=40)[None].astype(y.dtype))
 
 
-@derivative_by_local_frequencies.whole
-def _(x):
-    return jnp.abs(jnp.fft.fft(x, axis=-1) * jnp.fft.fftfreq(40)[None].astype(jnp.complex64))
+derivative_by_local_frequencies.whole(
+    lambda x: jnp.abs(jnp.fft.fft(x, axis=-1) * jnp.fft.fftfreq(40)[None].astype(jnp.complex64))
+)
 
 
 @wrong(LINE)
@@ -101,14 +89,8 @@ def halves_exchanged_in_a_piece(x):
     return jnp.fft.fftshift(x, axes=-1)  # wrong: pending
 
 
-@halves_exchanged_in_a_piece.right
-def _(x):
-    return spmd.roll(x, "b/dp [n/tp]", 20)
-
-
-@halves_exchanged_in_a_piece.whole
-def _(x):
-    return jnp.fft.fftshift(x, axes=-1)
+halves_exchanged_in_a_piece.right(lambda x: spmd.roll(x, "b/dp [n/tp]", 20))
+halves_exchanged_in_a_piece.whole(lambda x: jnp.fft.fftshift(x, axes=-1))
 
 
 @wrong(LINE)
@@ -142,6 +124,4 @@ def _(x):
     return x * (0.5 - 0.5 * jnp.cos(2 * jnp.pi * place / 39))[None]
 
 
-@low_pass_by_a_local_window.whole
-def _(x):
-    return x * jnp.hanning(40).astype(x.dtype)[None]
+low_pass_by_a_local_window.whole(lambda x: x * jnp.hanning(40).astype(x.dtype)[None])

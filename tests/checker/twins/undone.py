@@ -1,7 +1,5 @@
 """What is done to each block and undone again is right; what stays done is not."""
 
-from __future__ import annotations
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -130,6 +128,4 @@ def _(x):
     return lax.pmean(x.var(-1) + mean**2, "tp") - lax.pmean(mean, "tp") ** 2
 
 
-@mean_of_squared_means.whole
-def _(x):
-    return x.var(-1)
+mean_of_squared_means.whole(lambda x: x.var(-1))

@@ -1,7 +1,5 @@
 """Every step that the planner knows can be done by those who take part in it, with what it says that they send."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

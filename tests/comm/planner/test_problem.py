@@ -1,7 +1,5 @@
 """A relayout in numbers: shards, free axes, and the bound, which is what the device that lacks most lacks."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a plan says is what runs: compiled collectives and bytes, values to the bit, gradients back by the plan back."""
 
-from __future__ import annotations
-
 import functools
 import math
 import random

@@ -1,7 +1,5 @@
 """Routes in names: they lead from the source to the target, and names, axes of size 1 and dtypes change nothing else."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A plan that runs: each device ends with its block, and cotangents of copies are added up once."""
 
-from __future__ import annotations
-
 import random
 
 import jax

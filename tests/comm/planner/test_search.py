@@ -1,7 +1,5 @@
 """The search finds what a search without any estimate finds."""
 
-from __future__ import annotations
-
 import heapq
 import itertools
 

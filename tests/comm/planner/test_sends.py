@@ -1,7 +1,5 @@
 """Rounds of sends, run in NumPy: each round is a permutation of the devices, and together they make the target."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random
