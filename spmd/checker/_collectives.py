@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spmd._jaxprs.lines import gradient_line
 from spmd._jaxprs.walker import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report_equations import (
@@ -15,7 +16,6 @@ from spmd.checker._report_equations import (
     not_completed,
     summed_by_gradient,
 )
-from spmd.checker._source import gradient_line
 from spmd.checker._state import (
     FREE,
     HIDDEN,

@@ -14,11 +14,11 @@ import spmd.checker._report_equations as report
 import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
+from spmd._jaxprs.lines import called_at, is_transposed, line_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, is_unknown, shape_of
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
-from spmd.checker._source import called_at, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
     HIDDEN,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spmd._jaxprs.lines import line_of
 from spmd.checker._history import shown_spec
 from spmd.checker._made import Place, lying
 from spmd.checker._mends import (
@@ -20,7 +21,6 @@ from spmd.checker._mends import (
     reshaped,
     what_it_may_be,
 )
-from spmd.checker._source import line_of
 from spmd.checker._state import STEP, Pending, State, axes_of_dim
 from spmd.checker._text import changed
 from spmd.checker._words import done_to_pieces, joined, listed, marked, pieces_of, reasons, shown_dims, written

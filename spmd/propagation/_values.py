@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 from spmd import _compat
 from spmd._jaxprs.facts import LayoutName
 from spmd._jaxprs.walker import Held, Rule, call_of, opened, shape_of, walk
-from spmd.checker._recorded import Labels, Names, Path, Recording, States
 from spmd.checker._state import Axes, State, axes_of_dim, plain
 from spmd.checker._table import TABLE
-from spmd.checker._text import inferred_text
+from spmd.inspect._recorded import Labels, Names, Path, Recording, States, inferred_text
 from spmd.language import Layout
 from spmd.propagation._module import Number, Place, Reading, Typed
 

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.lines import line_of
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._source import line_of
 from spmd.checker._state import FREE, HIDDEN, UNREAD, Dim, State
 from tests.checker import devices
 from tests.checker.harness import Apart, whole
