@@ -64,7 +64,7 @@ NESTED = 63
 ONE = hidden(1)
 
 # Operations along a dimension that keep a constant constant.
-KEEP_CONSTANTS = frozenset(("flip", "sort"))
+KEEP_CONSTANTS = frozenset(("flip", "sort", "slice"))
 
 
 class Engine(Domain):
@@ -287,7 +287,7 @@ class Engine(Domain):
             if axes and divided.isdisjoint(axes):  # else the numbers go on from block to block of another dimension
                 dims[i] = normal([(size_of(dim), tuple(axes))])
         if not table.axes:  # equal blocks, and equal elements along some dimensions
-            constant = lambda i, dim: dim[0][1] is HIDDEN and tables.is_constant(table, i)
+            constant = lambda i, dim: not axes_of_dim(dim) and tables.is_constant(table, i)
             dims = [free(size_of(dim)) if constant(i, dim) else dim for i, dim in enumerate(dims)]
         different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
@@ -429,16 +429,18 @@ class Engine(Domain):
 
     def _result_dim(self, m: Map, label: int | None, labels: Mapping[int, Dim], size: int) -> Dim:
         if label is None or label not in labels:
-            return free(size)
+            return plain(size) if label in m.made else free(size)
         dim = labels[label]
         if not m.whole and not m.made and size_of(dim) == size:
             return dim
+        if label in m.joined:
+            return max(remade(labels[one], size) for one in m.joined)  # hidden if one of them is
         constant = [axes is FREE for _, axes in dim]
         if any(constant) and label in m.whole and not (all(constant) and m.whole[label] in KEEP_CONSTANTS):
             return remade(dim, size)
         if label in m.made and dim[0][1] is not FREE and (size_of(dim) != size or self._cut(dim)):
             return hidden(size) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(size)
-        return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size)
+        return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else _fewer(dim, size)
 
     def _cut(self, dim: Dim) -> bool:
         """Whether something was done to each piece of the dimension, and not to the whole."""
@@ -552,6 +554,13 @@ class Engine(Domain):
         if axes:
             along = [a for a in self.sizes if a in axes]
             self.note(eqn, "divergent", report.divergent(self, eqn, list(found), along))
+
+
+def _fewer(dim: Dim, size: int) -> Dim:
+    """Evenly spaced elements of each block."""
+    *outer, (last, axes) = dim
+    times = size_of(dim) // max(size, 1)
+    return hidden(size) if size * times != size_of(dim) or last % times else normal([*outer, (last // times, axes)])
 
 
 # All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.
