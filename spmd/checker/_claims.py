@@ -226,7 +226,9 @@ def _check_marks(
         walk.note(eqn, "partial", report.blocks_claimed_partial(walk, eqn, state, blocks))
         return
     wrong = order(marks - state.axes)
-    counted = state.zero or state.number  # a sum of literals over a piece is a term: it counts the piece's rows
+    counted = (
+        state.zero or state.table is not None
+    )  # a sum of literals over a piece is a term: it counts the piece's rows
     if wrong and not counted and role not in MAKES:
         walk.note(eqn, "partial", report.claimed_partial(walk, eqn, wrong))
     mentioned = claim.unreduced | claim.named
@@ -268,7 +270,6 @@ def _believed(
             different,
             frozenset(p for p in state.pending if p.kind == STEP and p.axis not in held) | pending,
             state.zero,
-            state.number,
             table,
             order=orders.kept([state], dims),
         )

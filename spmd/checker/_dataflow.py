@@ -78,9 +78,7 @@ class Dataflow(Engine):
             for n, axes, dim in zip(shape_of(var), entries, state.dims, strict=True)
         )
         partial = frozenset(self.tracked(getattr(spec, "unreduced", ()) or ()))
-        return self.kept(
-            State(dims, state.partial | partial, state.different - held, zero=state.zero, number=state.number)
-        )
+        return self.kept(State(dims, state.partial | partial, state.different - held, zero=state.zero))
 
     def _outside(self, state: State, own: frozenset[str], var: Any, spec: Any) -> State:
         """What a body gave, as a whole array."""

@@ -103,7 +103,6 @@ class Engine(Domain):
         self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
         self._states: dict[State, State] = {}
         self._loops: list[Any] = []
-        self._uniform = [False]  # of each loop around, whether all that it slices is constant along its rows
         self._diverged = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
@@ -291,7 +290,7 @@ class Engine(Domain):
             dims = [free(size_of(dim)) if constant(i, dim) else dim for i, dim in enumerate(dims)]
         different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
-        known = {"zero": state.zero, "number": True, "table": table, "order": state.order}
+        known = {"zero": state.zero, "table": table, "order": state.order}
         return self.kept(State(tuple(dims), different=different, pending=pending, **known))
 
     def _apply(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -332,7 +331,7 @@ class Engine(Domain):
         if (chosen := _left_out(eqn, operands)) and not chosen.isdisjoint(held):  # a block, or a term of a sum
             result = [hide(dims, chosen) for dims in result]
             different |= chosen.difference(partial, *map(axes_of_dim, result[0]))
-        rest = partial, different, pending, zero, given.number
+        rest = partial, different, pending, zero
         order = self._ordered(m, eqn, operands, result[0]) if any(o.order for o in operands) else NONE
         return [self.kept(State(dims, *rest, order=order)) for dims in result]
 
@@ -365,7 +364,7 @@ class Engine(Domain):
                 elif have == ONE:
                     have = dim
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
-                if both is None and m.whole.get(label) == "sort" and any(o.number for o in operands):
+                if both is None and m.whole.get(label) == "sort":
                     both = have if axes_of_dim(have) else dim  # places in a piece that is sorted
                 if both is None:
                     wrong.append((have, dim))
@@ -487,17 +486,13 @@ class Engine(Domain):
             leading = hidden(length)
             different |= set(axes) - value.divided
         pending = value.pending.difference(steps)
-        alike = not axes and value.number and value.table is None and self._uniform[-1]
-        dims = (hidden(length) if alike else leading, *value.dims)
+        dims = (leading, *value.dims)
         return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         self._loops.append(eqn)
-        rows = [value.dims[0] for value, sliced in zip(body.of(operands), body.sliced, strict=True) if sliced]
-        self._uniform.append(all(axes is FREE for dim in rows for _, axes in dim))
         outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
         self._loops.pop()
-        self._uniform.pop()
         return outs
 
     def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
@@ -572,7 +567,7 @@ def _unchanged(operands: Sequence[State]) -> State | None:
     frequent equation of a program, so this calls nothing."""
     found = None
     for one in operands:
-        if one.number and not one.dims and not one.zero and not one.different:
+        if not one.dims and not (one.zero or one.different or one.partial or one.pending):
             continue
         if one is not found and (found is not None or one[1:2] + one[3:] != _PLAIN):
             return None
@@ -581,9 +576,9 @@ def _unchanged(operands: Sequence[State]) -> State | None:
 
 
 def _together(operands: Sequence[State]) -> State:
-    """What all operands are besides their dimensions; `number` and `zero` say whether all, or any, are."""
+    """What all operands are besides their dimensions; `zero` says whether any is."""
     partial = different = pending = NONE
-    zero, number = False, True
+    zero = False
     for one in operands:
         if one.partial:
             partial |= one.partial
@@ -591,8 +586,8 @@ def _together(operands: Sequence[State]) -> State:
             different |= one.different
         if one.pending:
             pending |= one.pending
-        zero, number = zero or one.zero, number and one.number
-    return State((), partial, different, pending, zero, number)
+        zero = zero or one.zero
+    return State((), partial, different, pending, zero)
 
 
 def _left_out(eqn: Any, operands: Sequence[State]) -> frozenset[str]:
@@ -625,6 +620,6 @@ def constant_state(value: Any) -> State:
             free(n) if n == 1 or not size or (elements == elements.take([0], axis=d)).all() else plain(n)
             for d, n in enumerate(shape)
         )
-        return State(dims, zero=zero, number=True, table=tables.constant(elements))
+        return State(dims, zero=zero, table=tables.constant(elements))
     except (TypeError, ValueError, RuntimeError):  # keys, deleted buffers
         return State(tuple(map(plain, shape)))

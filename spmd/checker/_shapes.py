@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax import lax
-
 import spmd.checker._order as orders
 import spmd.checker._tables as tables
 from spmd._jaxprs.facts import per_shard_reason
@@ -64,15 +62,14 @@ def _made(
     pending = older | {Pending(kind, axis, walk.number(eqn)) for kind, axis in new}
     pending = frozenset(p for p in pending if p.axis not in different)
     gone = operand.axes - held - partial - {p.axis for p in pending}
-    number = operand.number and all(o.number for o in others)
     order = orders.kept([operand, *others], dims)
-    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, number, order=order))
+    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, order=order))
 
 
 def _beside(operand: State, known: Iterable[str]) -> State:
     """What an operand adds to a result besides its dimensions; the result says what it is along the axes `known`."""
     different = operand.axes.difference(known, {p.axis for p in operand.pending})
-    return State(different=different, pending=operand.pending, number=operand.number)
+    return State(different=different, pending=operand.pending)
 
 
 # --- reshape --------------------------------------------------------------------------------------------------
@@ -161,7 +158,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     own: set[int] = set()
     terms: set[str] = set()
     for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
-        start = starts[d] if d < len(starts) else State(number=True)
+        start = starts[d] if d < len(starts) else State()
         if n == m or all(axes is FREE for _, axes in dim):  # of what is constant every block is the same
             own.add(d)
             dims.append(dim if n == m else free(m))
@@ -241,26 +238,9 @@ def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[
     return found
 
 
-def _each_axis_once(dims: Sequence[Dim]) -> list[Dim]:
-    """Dimensions of an operand and of indices. Which one an axis divides that both have is not known: JAX leaves out a
-    reshape where all sizes are 1 on each device."""
-    held = [axis for dim in dims for axis in axes_of_dim(dim)]
-    twice = {axis for axis in held if held.count(axis) > 1}
-    return [dim if twice.isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims]
-
-
-def _of_constants(eqn: Any, operand: State, indices: State) -> State:
-    """The indices of a gather. Which of elements that are all the same is picked makes no difference."""
-    picked = [axes for d in eqn.params["dimension_numbers"].start_index_map for _, axes in operand.dims[d]]
-    alike = all(axes is FREE for axes in picked) and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP
-    if not alike or not indices.axes:
-        return indices
-    return State(tuple(free(size_of(dim)) for dim in indices.dims), number=True)
-
-
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
-    operand, indices = operands[0], _of_constants(eqn, *operands)
+    operand, indices = operands
     numbers, taken = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -282,7 +262,6 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             dims.append(dim if taken[source] == before[source] else blocks.get(source, (piece,))[0])
         else:
             dims.append(next(rest, hidden(n)))
-    dims = _each_axis_once(dims)
     known = blocks.keys() & set(window)
     picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
@@ -342,14 +321,14 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     held = {a for dim in dims for a in axes_of_dim(dim)}
     linear = _combined(walk, eqn, operand, updates)
     others = [_beside(o, held | linear[0]) for o in (indices, updates)]
-    return [_made(walk, eqn, operand, dims, pieces, others, linear)]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 
 
 def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Each device counts from 0, so all have the same numbers."""
     dimension = eqn.params["dimension"]
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
-    return walk.counted(eqn, operands, [walk.kept(State(dims, number=True))])
+    return walk.counted(eqn, operands, [walk.kept(State(dims))])
 
 
 # --- random numbers -----------------------------------------------------------------------------------------------

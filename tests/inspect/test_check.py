@@ -37,7 +37,7 @@ def test_strict_asks_for_proof_or_test() -> None:
 def test_findings_show_their_program() -> None:
     def sines(x):
         y = jnp.sin(x)
-        return y
+        return y * 2
 
     [block] = spmd.check(kernel("b/dp d -> b/dp d", sines), X).source().blocks
     assert "y  b/dp d" in [str(value) for line in block.lines for value in line.values]
