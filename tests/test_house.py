@@ -33,7 +33,7 @@ BUDGET = {
     "_python": 200,
     "_text": 190,
     "_trees": 440,
-    "checker": 5330,
+    "checker": 5240,
     "cluster": 2050,
     "comm": 2340,
     "drawing": 300,
