@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from spmd._topologies import topology_devices
     from spmd._trees.matching import layouts
     from spmd.accelerators import Hardware, Link, hardware
-    from spmd.checker import Finding, Findings, check
+    from spmd.checker import Finding, Findings
     from spmd.comm import *
     from spmd.drawing import Picture
     from spmd.errors import (
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         SizeError,
         SpmdError,
     )
+    from spmd.inspect._check import check
     from spmd.inspect._explanation import explain
     from spmd.inspect._picture import visualize
     from spmd.kernels import Kernel, VmapWarning, kernel
@@ -171,6 +172,7 @@ _ROOMS = (
     *("nn", "parallel", "inspect", "propagation", "porting", "cluster", "haliax", "searcher", "testing"),
 )
 _HOMES = {
+    "check": "inspect._check",
     "explain": "inspect._explanation",
     "layouts": "_trees.matching",
     "search": "searcher._search",

@@ -22,12 +22,13 @@ from spmd._processes.environment import forgotten
 from spmd._text.table import Table
 from spmd._topologies import topology_devices
 from spmd.accelerators import PRESETS
-from spmd.checker import check, rules
+from spmd.checker import rules
 from spmd.cluster import initialize
 from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host
 from spmd.comm.plans import PREFER, plan
 from spmd.drawing import Picture
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
+from spmd.inspect._check import check
 from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern

@@ -6,12 +6,12 @@ docs/pages/checker.md says what is proved and what is not.
 
 from __future__ import annotations
 
-from spmd.checker._api import InState, OutputFacts, check, check_body, check_jaxpr, explain_output, in_states_of
+from spmd._jaxprs.lines import line_of
+from spmd.checker._api import InState, OutputFacts, check_body, check_jaxpr, checked, explain_output, in_states_of
 from spmd.checker._arbiter import Trial, tried
 from spmd.checker._finding import Finding
 from spmd.checker._findings import Findings, early
 from spmd.checker._rules import Rules, rules
-from spmd.checker._source import line_of
 from spmd.checker._verdict import Verdict
 
 __all__ = [
@@ -22,9 +22,9 @@ __all__ = [
     "Rules",
     "Trial",
     "Verdict",
-    "check",
     "check_body",
     "check_jaxpr",
+    "checked",
     "early",
     "explain_output",
     "in_states_of",

@@ -13,90 +13,34 @@ import jax
 from spmd import _compat
 from spmd._jaxprs.facts import Gather, gather_around
 from spmd._jaxprs.left import left_axes, left_text
+from spmd._jaxprs.lines import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd._jaxprs.walker import equations, opened, shape_of
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
-from spmd.checker._dataflow import Dataflow, walk_closed
+from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
-from spmd.checker._findings import Findings, report
-from spmd.checker._lines import listing
-from spmd.checker._recorded import record, typed
+from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._shrinking import fewer_devices, smaller
-from spmd.checker._source import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd.checker._state import State, hidden, plain
 from spmd.checker._verdict import Verdict, but_for_noise, confirmed, judge, unknown_lines
 from spmd.checker._words import describe
-from spmd.errors import ReplicationError, SpmdError
+from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes
 
 _MEANT = "its numbers depend on the sizes of axes, as a raw shard_map may mean: reference= tells what it means"
 
 
-def check(
-    fn: Callable[..., Any],
-    *args: Any,
-    strict: bool = False,
-    reference: Callable[..., Any] | None = None,
-    build: Callable[[Any], Any] | None = None,
-    **kwargs: Any,
-) -> Findings:
-    """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
-
-    The function is traced and not run. The layout of each value is inferred, line by line, from the layouts of the
-    arguments. Then the program is interpreted in NumPy, on its mesh and on a mesh of ones, and results and gradients
-    are compared. A finding is a place where the program does not do what it does on one device. It has the line, the
-    layout, how the layout came to be, and what mends it.
-
-    Communication: none. No device is needed. The program is traced once more, where nothing is divided.
-
-    Args:
-      fn: A kernel, or any function: a training step, `jax.grad` of a kernel, a function with `jax.shard_map` in it.
-      *args: Its arguments: arrays, or `jax.ShapeDtypeStruct`s. What is not an array stays as it is.
-      strict: Whether anything but a program that is proved or tested is an error.
-      reference: The same in plain JAX on whole arrays, `reference(*args, **kwargs)`: what the program means. With it
-        numbers decide about a raw `shard_map` too, which has a mesh of its own.
-      build: Makes the program for another mesh, `build(mesh)`: a function, or a tuple that begins with one. With it
-        a raw `shard_map` is compared with itself on one device, where it may mean other numbers.
-      **kwargs: Keyword arguments.
-
-    Returns:
-      The findings, in the order of the program; empty and falsy if there are none. `.verdict` is proved, tested, wrong
-      or not tested. A raw `shard_map` may mean one result per device, so what only a string could contradict is not
-      `certain` there. `.source()` is the program with the layout of each value beside its line.
-
-    Raises:
-      ReplicationError: With `strict`, if there are findings.
-      SpmdError: With `strict`, if nothing could be compared, or there is nothing to check.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, spmd
-      >>> mesh = spmd.make_mesh(dp=2, tp=4)
-      >>> @spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)
-      ... def norms(x):
-      ...     return jax.lax.psum(jnp.sqrt(jnp.sum(x**2, axis=1)), "tp")
-      >>> [finding] = spmd.check(norms, jax.ShapeDtypeStruct((4, 8), "float32"))
-      >>> print(finding.kind, finding.rule, sep=": ")
-      nonlinear: each device along tp has only its term of a sum {U:tp}; take sqrt after the sum is complete.
-    """
-    name = getattr(fn, "__name__", type(fn).__name__)
-    findings = _checked(fn, name, args, kwargs, reference, build)
-    if strict:
-        report(name, findings)
-        if findings.verdict.kind not in ("proved", "tested", "typed"):
-            rule = "strict=True asks for proof or test, and there is neither."
-            raise SpmdError(rule, call=f"spmd.check({name}, ..., strict=True)", got=[str(findings.verdict)])
-    return findings
-
-
-def _checked(
+def checked(
     fn: Callable[..., Any],
     name: str,
     args: Any,
     kwargs: Any,
     reference: Callable[..., Any] | None,
     build: Callable[[Any], Any] | None,
+    listing: Listing,
 ) -> Findings:
+    """What `spmd.check` finds. `listing` makes the source of a program of this name, for its findings."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_array(x)]
     meshes: list[Any] = []
@@ -114,13 +58,12 @@ def _checked(
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
             told = told or [found(error.fault, "layout", line_of_error(error) or called_at())]
-            return Findings(
-                told, partial(listing, error.program, name), Verdict("wrong", ["It is refused as it is traced"])
-            )
+            shown = partial(listing, error.program, name)
+            return Findings(told, shown, Verdict("wrong", ["It is refused as it is traced"]))
     walk = Dataflow(name, ())
     walk_closed(walk, jaxpr)
     if not walk.sizes:
-        return _without_bodies(jaxpr, name)
+        return Findings((), partial(listing, jaxpr, name), _without_bodies(jaxpr, name))
     backward = any(map(is_transposed, equations(jaxpr)))
     meshes.append(first_body(jaxpr).params["mesh"])
     trial = _tried(
@@ -146,20 +89,16 @@ def _checked(
     return Findings(findings, partial(listing, jaxpr, name), verdict)
 
 
-def _without_bodies(jaxpr: Any, name: str) -> Findings:
+def _without_bodies(jaxpr: Any, name: str) -> Verdict:
     """What is known of a program without kernels: on Explicit axes JAX's types say it all, and on others nothing."""
     inner = opened(jaxpr)[0]
     meshes = [var.aval.sharding.mesh for var in inner.invars if _compat.is_typed(var)]
     if not meshes:
-        none = Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
-        return Findings((), partial(listing, jaxpr, name), none)
-    sizes = dict(meshes[0].shape)
+        return Verdict("", [f"nothing to check: {name} calls no kernel, and has no jax.shard_map"])
     partial_along = {axis for var in inner.outvars if (state := typed(var.aval)) for axis in state.partial}
-    left = [axis for axis in sizes if axis in partial_along]
+    left = [axis for axis in meshes[0].shape if axis in partial_along]
     told = [f"a result is a partial sum along {', '.join(left)}, as its type says"] if left else []
-    verdict = Verdict("typed", ["JAX's types say how each value lies, and complete its sums", *told])
-    recorded = record(jaxpr, name, sizes)
-    return Findings((), lambda findings: listing(jaxpr, name, findings, recorded), verdict)
+    return Verdict("typed", ["JAX's types say how each value lies, and complete its sums", *told])
 
 
 def _tried(

@@ -26,6 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from spmd import _compat
 from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.facts import per_shard_reason
+from spmd._jaxprs.lines import line_of_body
 from spmd._jaxprs.walker import equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype
@@ -33,7 +34,6 @@ from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated
 from spmd.checker._simulator import Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
-from spmd.checker._source import line_of_body
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, mode
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from spmd import _compat
+from spmd._jaxprs.lines import is_of_library
 from spmd._jaxprs.walker import opened
-from spmd.checker._source import is_of_library
 
 _ROOMS = ("spmd", "spmd.parallel", "spmd.nn")
 

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import spmd.checker._order as orders
 import spmd.checker._report_equations as report_equations
 import spmd.checker._report_strings as report
-from spmd._jaxprs.facts import per_shard_reason
+from spmd import _compat
+from spmd._jaxprs.facts import KernelName, per_shard_reason
+from spmd._jaxprs.walker import shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._state import (
     FREE,
@@ -29,7 +31,7 @@ from spmd.checker._state import (
     normal,
     size_of,
 )
-from spmd.language import Layout
+from spmd.language import Layout, axes_tuple
 
 # Roles after which equal values may lie along a divided dimension: the operation made blocks of a whole.
 MAKES = frozenset(("created", "copies"))
@@ -224,7 +226,9 @@ def _check_marks(
         walk.note(eqn, "partial", report.blocks_claimed_partial(walk, eqn, state, blocks))
         return
     wrong = order(marks - state.axes)
-    counted = state.zero or state.number  # a sum of literals over a piece is a term: it counts the piece's rows
+    counted = (
+        state.zero or state.table is not None
+    )  # a sum of literals over a piece is a term: it counts the piece's rows
     if wrong and not counted and role not in MAKES:
         walk.note(eqn, "partial", report.claimed_partial(walk, eqn, wrong))
     mentioned = claim.unreduced | claim.named
@@ -266,7 +270,6 @@ def _believed(
             different,
             frozenset(p for p in state.pending if p.kind == STEP and p.axis not in held) | pending,
             state.zero,
-            state.number,
             table,
             order=orders.kept([state], dims),
         )
@@ -317,3 +320,26 @@ def order_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Stat
             lambda: walk.note(eqn, "order", report_equations.ordered_otherwise(walk, said, have)),
         )
     return [walk.kept(state._replace(order=orders.made(state, said)))]
+
+
+def arguments_of(eqn: Any, kernel: KernelName | None) -> dict[int, Any]:
+    """The arguments of a kernel by their number among the operands of its `shard_map`, as far as these lie like them.
+    Constants that JAX hoisted out of the body come first; what it keeps for a gradient is not an argument."""
+    if kernel is None:
+        return {}
+    specs = eqn.params["in_specs"]
+    first = len(specs) - len(kernel.arguments)
+    found = {i: leaf for i, leaf in enumerate(kernel.arguments, first) if first >= 0}
+    return {i: leaf for i, leaf in found.items() if _lies_so(leaf.layout, shape_of(eqn.invars[i]), specs[i])}
+
+
+def _lies_so(layout: Layout, shape: Sequence[int], spec: Any) -> bool:
+    fits = claim_of(layout).at(len(shape), ()) is not None
+    return fits and _axes(layout.with_rank(len(shape)).spec) == _axes(spec)
+
+
+def _axes(spec: Any) -> list[tuple[str, ...]]:
+    found = [axes_tuple(entry) for entry in _compat.partitions(spec)]
+    while found and not found[-1]:
+        found.pop()
+    return found

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spmd._jaxprs.lines import gradient_line
 from spmd._jaxprs.walker import axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report_equations import (
@@ -15,7 +16,6 @@ from spmd.checker._report_equations import (
     not_completed,
     summed_by_gradient,
 )
-from spmd.checker._source import gradient_line
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -103,7 +103,7 @@ def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name
 def _check_copies(walk: Engine, eqn: Any, operand: State, axes: Axes) -> None:
     """A sum of copies is n times the value. Counting devices, and a mean of copies, are right."""
     equal = [a for a in axes if a not in operand.axes]
-    if not equal or operand.zero or operand.number:
+    if not equal or operand.zero or operand.table is not None:
         return
     if any(dim[0][1] is HIDDEN for dim in operand.dims):
         return
@@ -287,7 +287,7 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
         return None
     count = math.prod(walk.sizes[a] for a in axes)
     dims = list(operand.dims)
-    if operand.number and operand.axes.isdisjoint(axes) and all(here is FREE for _, here in dims[split]):
+    if operand.axes.isdisjoint(axes) and all(here is FREE for _, here in dims[split]):
         dims[concat], dims[split] = normal([(count, FREE), *dims[concat]]), free(shape[split])
         return walk.kept(operand._replace(dims=tuple(dims), table=None))
     joined = _joined_dim(dims[concat], axes, count)
@@ -341,7 +341,7 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 def _indexes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """axis_index: a scalar that differs along its axis."""
-    out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn))), number=True))
+    out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn)))))
     return walk.counted(eqn, operands, [out])
 
 
@@ -373,7 +373,7 @@ def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     moving = set(walk.tracked(eqn.params["moving"]))
     different = (o.axes - o.divided - moving) | (o.different - moving)
     different = frozenset(different - held) - o.partial
-    return [walk.kept(State(dims, o.partial - held, different, zero=o.zero, number=o.number))]
+    return [walk.kept(State(dims, o.partial - held, different, zero=o.zero))]
 
 
 def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:

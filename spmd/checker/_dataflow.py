@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,13 +12,13 @@ import spmd.checker._report_strings as report
 from spmd import _compat
 from spmd._jaxprs import walker
 from spmd._jaxprs.facts import kernel_around
+from spmd._jaxprs.lines import is_differentiated, is_ours
 from spmd._jaxprs.walker import Held, Rule, held, opened, shape_of
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._engine import Engine
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
-from spmd.checker._source import is_differentiated, is_ours
 from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
 from spmd.language import axes_tuple
 
@@ -77,9 +78,7 @@ class Dataflow(Engine):
             for n, axes, dim in zip(shape_of(var), entries, state.dims, strict=True)
         )
         partial = frozenset(self.tracked(getattr(spec, "unreduced", ()) or ()))
-        return self.kept(
-            State(dims, state.partial | partial, state.different - held, zero=state.zero, number=state.number)
-        )
+        return self.kept(State(dims, state.partial | partial, state.different - held, zero=state.zero))
 
     def _outside(self, state: State, own: frozenset[str], var: Any, spec: Any) -> State:
         """What a body gave, as a whole array."""
@@ -124,6 +123,20 @@ class Dataflow(Engine):
 def _axes_by_dim(spec: Any, rank: int) -> list[tuple[str, ...]]:
     """The axes that divide each dimension. A spec may leave the last ones out."""
     return list(map(axes_tuple, _compat.partitions(spec, rank)))
+
+
+def typed(aval: Any) -> State | None:
+    """How a value lies by its type: the axes in their order, and those along which it is a partial sum. None of a type
+    that does not say it."""
+    sharding = getattr(aval, "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    sizes, dims = sharding.mesh.shape, []
+    for n, entry in zip(aval.shape, _compat.partitions(sharding.spec, len(aval.shape)), strict=True):
+        axes = tuple(axis for axis in axes_tuple(entry) if sizes[axis] > 1)
+        local = n // math.prod(sizes[axis] for axis in axes)
+        dims.append(normal([(local, axes)]) if axes else plain(local))
+    return State(tuple(dims), _compat.unreduced_spec(sharding.spec))
 
 
 def _still(dim: Dim, n: int) -> bool:

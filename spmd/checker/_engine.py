@@ -14,11 +14,11 @@ import spmd.checker._report_equations as report
 import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
+from spmd._jaxprs.lines import called_at, is_transposed, line_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, is_unknown, shape_of
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
-from spmd.checker._source import called_at, is_transposed, line_of
 from spmd.checker._state import (
     FREE,
     HIDDEN,
@@ -64,7 +64,7 @@ NESTED = 63
 ONE = hidden(1)
 
 # Operations along a dimension that keep a constant constant.
-KEEP_CONSTANTS = frozenset(("flip", "sort"))
+KEEP_CONSTANTS = frozenset(("flip", "sort", "slice"))
 
 
 class Engine(Domain):
@@ -103,7 +103,6 @@ class Engine(Domain):
         self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
         self._states: dict[State, State] = {}
         self._loops: list[Any] = []
-        self._uniform = [False]  # of each loop around, whether all that it slices is constant along its rows
         self._diverged = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
@@ -287,11 +286,11 @@ class Engine(Domain):
             if axes and divided.isdisjoint(axes):  # else the numbers go on from block to block of another dimension
                 dims[i] = normal([(size_of(dim), tuple(axes))])
         if not table.axes:  # equal blocks, and equal elements along some dimensions
-            constant = lambda i, dim: dim[0][1] is HIDDEN and tables.is_constant(table, i)
+            constant = lambda i, dim: not axes_of_dim(dim) and tables.is_constant(table, i)
             dims = [free(size_of(dim)) if constant(i, dim) else dim for i, dim in enumerate(dims)]
         different = frozenset(table.axes).difference(*map(axes_of_dim, dims))
         pending = frozenset(p for p in state.pending if p.axis in table.axes and p.axis not in different)
-        known = {"zero": state.zero, "number": True, "table": table, "order": state.order}
+        known = {"zero": state.zero, "table": table, "order": state.order}
         return self.kept(State(tuple(dims), different=different, pending=pending, **known))
 
     def _apply(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -332,7 +331,7 @@ class Engine(Domain):
         if (chosen := _left_out(eqn, operands)) and not chosen.isdisjoint(held):  # a block, or a term of a sum
             result = [hide(dims, chosen) for dims in result]
             different |= chosen.difference(partial, *map(axes_of_dim, result[0]))
-        rest = partial, different, pending, zero, given.number
+        rest = partial, different, pending, zero
         order = self._ordered(m, eqn, operands, result[0]) if any(o.order for o in operands) else NONE
         return [self.kept(State(dims, *rest, order=order)) for dims in result]
 
@@ -365,7 +364,7 @@ class Engine(Domain):
                 elif have == ONE:
                     have = dim
                 both = have if have is dim else unify(have, dim, free_of[label], operand.different)
-                if both is None and m.whole.get(label) == "sort" and any(o.number for o in operands):
+                if both is None and m.whole.get(label) == "sort":
                     both = have if axes_of_dim(have) else dim  # places in a piece that is sorted
                 if both is None:
                     wrong.append((have, dim))
@@ -429,16 +428,18 @@ class Engine(Domain):
 
     def _result_dim(self, m: Map, label: int | None, labels: Mapping[int, Dim], size: int) -> Dim:
         if label is None or label not in labels:
-            return free(size)
+            return plain(size) if label in m.made else free(size)
         dim = labels[label]
         if not m.whole and not m.made and size_of(dim) == size:
             return dim
+        if label in m.joined:
+            return max(remade(labels[one], size) for one in m.joined)  # hidden if one of them is
         constant = [axes is FREE for _, axes in dim]
         if any(constant) and label in m.whole and not (all(constant) and m.whole[label] in KEEP_CONSTANTS):
             return remade(dim, size)
         if label in m.made and dim[0][1] is not FREE and (size_of(dim) != size or self._cut(dim)):
             return hidden(size) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(size)
-        return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else hidden(size)
+        return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else _fewer(dim, size)
 
     def _cut(self, dim: Dim) -> bool:
         """Whether something was done to each piece of the dimension, and not to the whole."""
@@ -485,17 +486,13 @@ class Engine(Domain):
             leading = hidden(length)
             different |= set(axes) - value.divided
         pending = value.pending.difference(steps)
-        alike = not axes and value.number and value.table is None and self._uniform[-1]
-        dims = (hidden(length) if alike else leading, *value.dims)
+        dims = (leading, *value.dims)
         return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
 
     def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         self._loops.append(eqn)
-        rows = [value.dims[0] for value, sliced in zip(body.of(operands), body.sliced, strict=True) if sliced]
-        self._uniform.append(all(axes is FREE for dim in rows for _, axes in dim))
         outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
         self._loops.pop()
-        self._uniform.pop()
         return outs
 
     def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
@@ -554,6 +551,13 @@ class Engine(Domain):
             self.note(eqn, "divergent", report.divergent(self, eqn, list(found), along))
 
 
+def _fewer(dim: Dim, size: int) -> Dim:
+    """Evenly spaced elements of each block."""
+    *outer, (last, axes) = dim
+    times = size_of(dim) // max(size, 1)
+    return hidden(size) if size * times != size_of(dim) or last % times else normal([*outer, (last // times, axes)])
+
+
 # All that a state holds besides its dimensions and the axes along which it differs, where nothing more is known.
 _PLAIN = State()[1:2] + State()[3:]
 
@@ -563,7 +567,7 @@ def _unchanged(operands: Sequence[State]) -> State | None:
     frequent equation of a program, so this calls nothing."""
     found = None
     for one in operands:
-        if one.number and not one.dims and not one.zero and not one.different:
+        if not one.dims and not (one.zero or one.different or one.partial or one.pending):
             continue
         if one is not found and (found is not None or one[1:2] + one[3:] != _PLAIN):
             return None
@@ -572,9 +576,9 @@ def _unchanged(operands: Sequence[State]) -> State | None:
 
 
 def _together(operands: Sequence[State]) -> State:
-    """What all operands are besides their dimensions; `number` and `zero` say whether all, or any, are."""
+    """What all operands are besides their dimensions; `zero` says whether any is."""
     partial = different = pending = NONE
-    zero, number = False, True
+    zero = False
     for one in operands:
         if one.partial:
             partial |= one.partial
@@ -582,8 +586,8 @@ def _together(operands: Sequence[State]) -> State:
             different |= one.different
         if one.pending:
             pending |= one.pending
-        zero, number = zero or one.zero, number and one.number
-    return State((), partial, different, pending, zero, number)
+        zero = zero or one.zero
+    return State((), partial, different, pending, zero)
 
 
 def _left_out(eqn: Any, operands: Sequence[State]) -> frozenset[str]:
@@ -616,6 +620,6 @@ def constant_state(value: Any) -> State:
             free(n) if n == 1 or not size or (elements == elements.take([0], axis=d)).all() else plain(n)
             for d, n in enumerate(shape)
         )
-        return State(dims, zero=zero, number=True, table=tables.constant(elements))
+        return State(dims, zero=zero, table=tables.constant(elements))
     except (TypeError, ValueError, RuntimeError):  # keys, deleted buffers
         return State(tuple(map(plain, shape)))

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from spmd._jaxprs.lines import called_at
 from spmd._text.table import Table, html_page
 from spmd.checker._finding import Finding, found
-from spmd.checker._listing import Source
-from spmd.checker._source import called_at
 from spmd.checker._verdict import Verdict
 from spmd.errors import ReplicationError, SpmdError, warn
+
+if TYPE_CHECKING:
+    from spmd.inspect._listing import Source
 
 
 def early(error: ReplicationError, line: str) -> ReplicationError:
     """An error that ends the trace before the walk. It is its own one finding."""
     error.findings = Findings((found(error.fault, "layout", line or called_at()),))
     return error
+
+
+Listing = Callable[[Any, str, Iterable[Finding]], "Source"]
+"""From a program, its name, and what was found in it, to its source."""
 
 
 class Findings(tuple[Finding, ...]):

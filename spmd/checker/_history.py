@@ -12,8 +12,8 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.facts import kernel_around
+from spmd._jaxprs.lines import is_transposed, line_of
 from spmd._jaxprs.walker import Domain, Held, Role, axes_of, held, opened, walk
-from spmd.checker._source import is_transposed, line_of
 from spmd.language import Layout, axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.

@@ -68,6 +68,11 @@ def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return partial - lost, lost, False
 
 
+def writes(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+    """As `sums`, of an array and of what is written over some of its elements."""
+    return sums(walk, eqn, operands[:2])
+
+
 def selects(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     """A choice by an equal predicate. Its cases are added up."""
     predicate, cases = operands[0], operands[1:]
@@ -117,5 +122,5 @@ def curved(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
 
 
 LINEAR: dict[str, LinearRule] = {
-    rule.__name__: rule for rule in (forgets, passes, converts, sums, selects, product, quotient, curved)
+    rule.__name__: rule for rule in (forgets, passes, converts, sums, writes, selects, product, quotient, curved)
 }

@@ -9,11 +9,11 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.callers import layers_of, rather_told
+from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import shape_of
 from spmd.checker._calls import Call, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
 from spmd.checker._rounding import rounds
-from spmd.checker._source import line_of
 from spmd.checker._state import Pending, State, axes_of_dim
 from spmd.checker._text import changed, text_of
 from spmd.checker._words import listed, marked, written

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import opened, shape_of
 from spmd.checker._calls import call_around
 from spmd.checker._mends import (
@@ -19,7 +20,6 @@ from spmd.checker._mends import (
     summed_in,
 )
 from spmd.checker._rounding import rounds
-from spmd.checker._source import line_of
 from spmd.checker._state import Dim, Pending, State, axes_of_dim
 from spmd.checker._words import done_to_pieces, joined, listed, marked, named, pieces_of, reasons, where
 from spmd.errors import Fault, Fix

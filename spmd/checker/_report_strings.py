@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spmd._jaxprs.lines import line_of
 from spmd.checker._history import shown_spec
 from spmd.checker._made import Place, lying
 from spmd.checker._mends import (
@@ -20,7 +21,6 @@ from spmd.checker._mends import (
     reshaped,
     what_it_may_be,
 )
-from spmd.checker._source import line_of
 from spmd.checker._state import STEP, Pending, State, axes_of_dim
 from spmd.checker._text import changed
 from spmd.checker._words import done_to_pieces, joined, listed, marked, pieces_of, reasons, shown_dims, written
@@ -35,7 +35,7 @@ def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[
     name = " ".join(a.name for a in layout.dims[dim].atoms)
     says = f'"{shown}" says that {name} is divided over {along}'
     span, place = layout.dims[dim].span, place_at(walk, eqn)
-    if state.number and walk.history.made_by(eqn.invars[0], "iota"):
+    if walk.history.made_by(eqn.invars[0], "iota"):
         rule = f"{says}, but this arange counts from 0 on every device along {along}."
         fix = iota(walk, eqn, dim) if place is not None and place.counts else None
         return _at_marker(walk, eqn, rule, span, (), fix, None if fix else f'spmd.iota("{shown}") in its place')

@@ -6,8 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax import lax
-
 import spmd.checker._order as orders
 import spmd.checker._tables as tables
 from spmd._jaxprs.facts import per_shard_reason
@@ -64,15 +62,14 @@ def _made(
     pending = older | {Pending(kind, axis, walk.number(eqn)) for kind, axis in new}
     pending = frozenset(p for p in pending if p.axis not in different)
     gone = operand.axes - held - partial - {p.axis for p in pending}
-    number = operand.number and all(o.number for o in others)
     order = orders.kept([operand, *others], dims)
-    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, number, order=order))
+    return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, order=order))
 
 
 def _beside(operand: State, known: Iterable[str]) -> State:
     """What an operand adds to a result besides its dimensions; the result says what it is along the axes `known`."""
     different = operand.axes.difference(known, {p.axis for p in operand.pending})
-    return State(different=different, pending=operand.pending, number=operand.number)
+    return State(different=different, pending=operand.pending)
 
 
 # --- reshape --------------------------------------------------------------------------------------------------
@@ -152,40 +149,6 @@ def _piece_of(dim: Dim, size: int) -> Dim:
     return remade(dim, size)
 
 
-def _every(dim: Dim, n: int, start: int, stride: int) -> Dim | None:
-    """All elements of a dimension, or every second, third... of each block, which are those of the whole; else None."""
-    *outer, (size, axes) = dim
-    if size % stride or start >= stride or n * stride != size_of(dim):
-        return None
-    return normal([*outer, (size // stride, axes)])
-
-
-def _slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Some elements of a piece are not the same elements of the whole. Dimensions that keep their length pass."""
-    out = shape_of(eqn.outvars[0])
-    [operand] = operands
-    starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(out)
-    dims: list[Dim] = []
-    pieces: list[tuple[str, str]] = []
-    for dim, n, start, stride in zip(operand.dims, out, starts, strides, strict=True):
-        every = _every(dim, n, start, stride)
-        dims.append(every or _piece_of(dim, n))
-        pieces += [] if every else [("slice", a) for a in axes_of_dim(dim)]
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)])
-
-
-def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Each result has some elements of one dimension; the others pass."""
-    [operand], axis = operands, eqn.params["axis"]
-    pieces = [("slice", a) for a in axes_of_dim(operand.dims[axis])]
-    outs = []
-    for var in eqn.outvars:
-        n = shape_of(var)[axis]
-        dims = [_piece_of(dim, n) if d == axis else dim for d, dim in enumerate(operand.dims)]
-        outs.append(_made(walk, eqn, operand, dims, pieces))
-    return outs
-
-
 def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """A block of this device, where the start says so; otherwise some elements."""
     operand, starts = operands[0], operands[1:]
@@ -195,7 +158,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     own: set[int] = set()
     terms: set[str] = set()
     for d, (dim, n, m) in enumerate(zip(operand.dims, before, after, strict=True)):
-        start = starts[d] if d < len(starts) else State(number=True)
+        start = starts[d] if d < len(starts) else State()
         if n == m or all(axes is FREE for _, axes in dim):  # of what is constant every block is the same
             own.add(d)
             dims.append(dim if n == m else free(m))
@@ -231,105 +194,12 @@ def _starts(walk: Engine, table: Any, size: int, whole: int) -> Axes | None:
     return axes if axes and size * math.prod(walk.sizes[a] for a in axes) == whole else None
 
 
-def _dynamic_update_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Elements that are written over; dimensions that the update covers agree with it."""
-    operand, update, starts = operands[0], operands[1], operands[2:]
-    dims: list[Dim] = []
-    pieces: list[tuple[str, str]] = []
-    same = shape_of(eqn.invars[0])
-    moved: list[State] = []
-    for d, (one, two, n) in enumerate(zip(operand.dims, update.dims, same, strict=True)):
-        start = starts[d] if d < len(starts) else State(number=True)
-        if size_of(one) == size_of(two):
-            both = unify(one, two, operand.different, update.different)
-            dims.append(hidden(n) if both is None else both)
-            continue
-        moved.append(start)
-        divided = axes_of_dim(one) or axes_of_dim(two)
-        constant = all(axes is FREE for _, axes in (*one, *two))  # the update may have the same number
-        dims.append(hidden(n) if divided or start.axes or constant or one[0][1] is HIDDEN else plain(n))
-        pieces += [("update", a) for a in axes_of_dim(one)]
-    linear = sums(walk, eqn, [operand, update])
-    held = {a for dim in dims for a in axes_of_dim(dim)}
-    moved.append(_beside(update, held | update.partial))
-    return [_made(walk, eqn, operand, dims, pieces, moved, linear)]
-
-
-def _concatenate(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Arrays one after another, along a dimension that is not divided; the others agree."""
-    along, shape = eqn.params["dimension"], shape_of(eqn.outvars[0])
-    [out] = walk.counted(eqn, operands, _joined(walk, eqn, operands, along, shape))
-    constant = all(axes is FREE for o in operands for _, axes in o.dims[along])
-    if constant and out.table is not None and tables.is_constant(out.table, along):
-        dims = (*out.dims[:along], free(shape[along]), *out.dims[along + 1 :])
-        return [walk.kept(out._replace(dims=dims))]
-    return [out]
-
-
-def _joined(walk: Engine, eqn: Any, operands: Sequence[State], along: int, out: Sequence[int]) -> list[State]:
-    dims: list[Dim] = []
-    pieces: list[tuple[str, str]] = []
-    for d, n in enumerate(out):
-        found = [o.dims[d] for o in operands]
-        if d != along:
-            both: Dim | None = found[0]
-            for o in operands[1:]:
-                both = both and unify(both, o.dims[d], operands[0].different, o.different)
-            if both is None:
-                walk.disagree(eqn, operands, [(found[0], found[-1])])
-            dims.append(both or hidden(n))
-        elif len(operands) == 1:
-            dims.append(found[0])
-        else:
-            axes = {a for dim in found for a in axes_of_dim(dim)}
-            pieces += [("concatenate", a) for a in axes if not any(a in o.different for o in operands)]
-            unclear = axes or any(axes is HIDDEN for dim in found for _, axes in dim)
-            # The numbers may all be the same one: then they fit a divided dimension, too.
-            numbers = all(o.number and o.dims[along][0][1] is FREE for o in operands)
-            dims.append(hidden(n) if unclear or numbers else plain(n))
-    linear = sums(walk, eqn, operands)
-    held = {a for dim in dims for a in axes_of_dim(dim)}.union(a for _, a in pieces)
-    others = [_beside(o, held | o.partial) for o in operands[1:]]
-    return [_made(walk, eqn, operands[0], dims, pieces, others, linear)]
-
-
-def _stack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Arrays along a dimension of their own."""
-    at, shape = eqn.params["axis"], shape_of(eqn.outvars[0])
-    widened = [walk.kept(o._replace(dims=(*o.dims[:at], free(1), *o.dims[at:]), table=None)) for o in operands]
-    [out] = _joined(walk, eqn, widened, at, shape)
-    return walk.counted(eqn, operands, [out])
-
-
-def _unstack(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """Each result is one element of a dimension."""
-    [operand], at = operands, eqn.params["axis"]
-    pieces = [("slice", a) for a in axes_of_dim(operand.dims[at])]
-    dims = (*operand.dims[:at], *operand.dims[at + 1 :])
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces)] * len(eqn.outvars))
-
-
 def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Copies one after another."""
     [operand] = operands
     reps = eqn.params["reps"]
     dims = [normal([(n, FREE), *dim]) if n > 1 else dim for n, dim in zip(reps, operand.dims, strict=True)]
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims)])
-
-
-def _pad(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """A padded piece is not a piece of the padded whole. Other dimensions pass."""
-    operand, value = operands
-    dims: list[Dim] = []
-    pieces: list[tuple[str, str]] = []
-    for dim, n, config in zip(operand.dims, shape_of(eqn.outvars[0]), eqn.params["padding_config"], strict=True):
-        if not any(config):
-            dims.append(dim)
-            continue
-        dims.append(hidden(n) if axes_of_dim(dim) or dim[0][1] is HIDDEN else plain(n))
-        pieces += [("pad", a) for a in axes_of_dim(dim)]
-    linear = sums(walk, eqn, [operand, value])
-    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, [value], linear)])
 
 
 # --- indices ----------------------------------------------------------------------------------------------------
@@ -368,26 +238,9 @@ def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[
     return found
 
 
-def _each_axis_once(dims: Sequence[Dim]) -> list[Dim]:
-    """Dimensions of an operand and of indices. Which one an axis divides that both have is not known: JAX leaves out a
-    reshape where all sizes are 1 on each device."""
-    held = [axis for dim in dims for axis in axes_of_dim(dim)]
-    twice = {axis for axis in held if held.count(axis) > 1}
-    return [dim if twice.isdisjoint(axes_of_dim(dim)) else hidden(size_of(dim)) for dim in dims]
-
-
-def _of_constants(eqn: Any, operand: State, indices: State) -> State:
-    """The indices of a gather. Which of elements that are all the same is picked makes no difference."""
-    picked = [axes for d in eqn.params["dimension_numbers"].start_index_map for _, axes in operand.dims[d]]
-    alike = all(axes is FREE for axes in picked) and eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP
-    if not alike or not indices.axes:
-        return indices
-    return State(tuple(free(size_of(dim)) for dim in indices.dims), number=True)
-
-
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
-    operand, indices = operands[0], _of_constants(eqn, *operands)
+    operand, indices = operands
     numbers, taken = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
@@ -409,7 +262,6 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
             dims.append(dim if taken[source] == before[source] else blocks.get(source, (piece,))[0])
         else:
             dims.append(next(rest, hidden(n)))
-    dims = _each_axis_once(dims)
     known = blocks.keys() & set(window)
     picked = [d for d in numbers.start_index_map if taken[d] != before[d] and own is None and d not in known]
     pieces = [("index", a) for d in picked for a in axes_of_dim(operand.dims[d])]
@@ -469,29 +321,14 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     held = {a for dim in dims for a in axes_of_dim(dim)}
     linear = _combined(walk, eqn, operand, updates)
     others = [_beside(o, held | linear[0]) for o in (indices, updates)]
-    return [_made(walk, eqn, operand, dims, pieces, others, linear)]
+    return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 
 
 def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     """Each device counts from 0, so all have the same numbers."""
     dimension = eqn.params["dimension"]
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
-    return walk.counted(eqn, operands, [walk.kept(State(dims, number=True))])
-
-
-def _top_k(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
-    """The largest elements of a piece are not those of the whole. Other dimensions pass."""
-    [operand] = operands
-    rank = len(operand.dims)
-    along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % rank
-    pieces = [("top_k", a) for a in axes_of_dim(operand.dims[along])]
-    outs = []
-    for var in eqn.outvars:
-        n = shape_of(var)[along]
-        dims = [plain(n) if d == along else dim for d, dim in enumerate(operand.dims)]
-        linear = curved(walk, eqn, operands)
-        outs.append(_made(walk, eqn, operand, dims, pieces, (), linear))
-    return outs
+    return walk.counted(eqn, operands, [walk.kept(State(dims))])
 
 
 # --- random numbers -----------------------------------------------------------------------------------------------
@@ -513,21 +350,13 @@ def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 RULES = {
     "reshape": _reshape,
-    "slice": _slice,
-    "split": _split,
     "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
-    "concatenate": _concatenate,
-    "stack": _stack,
-    "unstack": _unstack,
     "tile": _tile,
-    "pad": _pad,
     "gather": _gather,
     **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), _scatter),
     **dict.fromkeys(("scatter-mul", "scatter_mul", "scatter-min", "scatter_min"), _scatter),
     **dict.fromkeys(("scatter-max", "scatter_max"), _scatter),
     "iota": _iota,
-    **dict.fromkeys(("top_k", "approx_top_k"), _top_k),
     **dict.fromkeys(("random_bits", "random_split", "random_seed", "random_wrap", "random_unwrap"), _random),
     **dict.fromkeys(("random_fold_in", "threefry2x32", "random_clone", "random_gamma", "rng_bit_generator"), _random),
 }

@@ -13,7 +13,7 @@ import numpy as np
 from spmd._jaxprs.facts import KernelName, kernel_around
 from spmd._jaxprs.walker import Domain, Held, walk
 from spmd._trees.leaves import held_dtype
-from spmd.checker._recorded import arguments_of
+from spmd.checker._claims import arguments_of
 from spmd.checker._table import TABLE
 from spmd.language import Dim, bind
 

@@ -44,7 +44,6 @@ class State(NamedTuple):
       different: The axes along which it differs in an unknown way.
       pending: What was done to a piece and is not complete yet.
       zero: Whether it is zero, which does not change a sum.
-      number: Whether it is made of literals only, without data.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
       order: In which order the elements of divided dimensions lie, where our markers say so; see `_order`.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
@@ -55,7 +54,6 @@ class State(NamedTuple):
     different: frozenset[str] = NONE
     pending: frozenset[Pending] = NONE
     zero: bool = False
-    number: bool = False
     table: Any = None
     left: Any = None
     order: frozenset[Any] = NONE
@@ -124,7 +122,7 @@ def is_empty(dims: Sequence[Dim]) -> bool:
 
 def emptied(state: State) -> State:
     """The state of an array without elements, whatever was done to it: it lies in any way, and is equal everywhere."""
-    return State(tuple(free(size_of(dim)) for dim in state.dims), zero=True, number=True, table=state.table)
+    return State(tuple(free(size_of(dim)) for dim in state.dims), zero=True, table=state.table)
 
 
 def normal(factors: Iterable[Factor]) -> Dim:
@@ -271,7 +269,6 @@ def join(one: State, two: State) -> State:
         different,
         frozenset(p for p in pending if p.axis not in different),
         one.zero and two.zero,
-        one.number and two.number,
         one.table if one.table == two.table else None,
         order=one.order & two.order if one.order else NONE,
     )

@@ -29,6 +29,7 @@ class Map(NamedTuple):
       reduced: For each label that is reduced, what reduces it: "sum", "max" and so on.
       whole: For each label that is needed whole, what needs it.
       made: Labels of the result that are new, and not constant: positions of a sort, pieces of a window.
+      joined: The labels of dimensions that lie one behind the other in the result, as the first of them.
     """
 
     operands: Sequence[Sequence[Label]]
@@ -36,6 +37,7 @@ class Map(NamedTuple):
     reduced: Mapping[int, str] = {}
     whole: Mapping[int, str] = {}
     made: frozenset[int] = frozenset()
+    joined: Sequence[int] = ()
 
 
 class Entry(NamedTuple):
@@ -85,6 +87,12 @@ def _along(kind: str, name: str) -> Callable[[Any], Map]:
         return Map([every] * len(eqn.invars), every, whole={dim: kind}, made=frozenset((dim,)))
 
     return made
+
+
+def _top_k(eqn: Any) -> Map:
+    every, new = range(_rank(eqn.invars[0])), 1000
+    along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(every)
+    return Map([every], [new if d == along else d for d in every], whole={along: "top_k"}, made=frozenset((new,)))
 
 
 def _scan(kind: str) -> Callable[[Any], Map]:
@@ -204,6 +212,55 @@ def _triangular_solve(eqn: Any) -> Map:
     return Map([[*batch, 1002, 1003], [*batch, *last]], [*batch, *last], whole=whole, made=frozenset((solved,)))
 
 
+# --- pieces -------------------------------------------------------------------------------------------------------
+
+# Some elements of a piece are not the same elements of the whole, and pieces side by side are not the whole.
+MOVES = frozenset(("slice", "pad", "concatenate", "update"))
+
+
+def _slice(eqn: Any) -> Map:
+    """What gets shorter is cut, but for evenly spaced elements of each block, which are those of the whole."""
+    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(before)
+    every = range(len(before))
+    cut = [d for d in every if before[d] != after[d] * strides[d] or starts[d] >= strides[d]]
+    return Map([every], every, whole=dict.fromkeys(cut, "slice"), made=frozenset(cut))
+
+
+def _unstack(eqn: Any) -> Map:
+    every, at = range(_rank(eqn.invars[0])), eqn.params["axis"]
+    return Map([every], [d for d in every if d != at], whole={at: "slice"})
+
+
+def _pad(eqn: Any) -> Map:
+    every, padded = range(_rank(eqn.invars[0])), eqn.params["padding_config"]
+    cut = [d for d in every if any(padded[d])]
+    return Map([every, ()], every, whole=dict.fromkeys(cut, "pad"), made=frozenset(cut))
+
+
+def _concatenate(eqn: Any) -> Map:
+    every, along = range(_rank(eqn.outvars[0])), eqn.params["dimension"]
+    if len(eqn.invars) == 1:
+        return Map([every], every)
+    parts = range(1000, 1000 + len(eqn.invars))
+    operands = [[part if d == along else d for d in every] for part in parts]
+    return Map(operands, operands[0], whole=dict.fromkeys(parts, "concatenate"), joined=parts)
+
+
+def _stack(eqn: Any) -> Map:
+    every, at, new = list(range(_rank(eqn.invars[0]))), eqn.params["axis"], 1000
+    return Map([every] * len(eqn.invars), [*every[:at], new, *every[at:]], made=frozenset((new,)))
+
+
+def _update(eqn: Any) -> Map:
+    """What is written over lies as the array does, where it is as long."""
+    every, shapes = range(_rank(eqn.invars[0])), [shape_of(v) for v in eqn.invars[:2]]
+    cut = [d for d in every if shapes[0][d] != shapes[1][d]]
+    written = [NEW if d in cut else d for d in every]
+    starts: list[Sequence[Label]] = [()] * (len(eqn.invars) - 2)
+    return Map([every, written, *starts], every, whole=dict.fromkeys(cut, "update"), made=frozenset(cut))
+
+
 # --- runs of a reshape --------------------------------------------------------------------------------------------
 
 
@@ -281,6 +338,14 @@ _enter("argmax argmin", _reduction("position"), "curved", "reduced: position", "
 _enter("cumsum", _scan("scan"), "passes", "whole: scan", "axis")
 _enter("cumprod cummax cummin cumlogsumexp", _scan("scan"), "curved", "whole: scan", "axis")
 _enter("sort", _along("sort", "dimension"), "curved", "whole: sort", "dimension")
+_enter("top_k approx_top_k", _top_k, "curved", "whole: top_k", "axis", "reduction_dimension", "k")
+_enter("slice", _slice, "passes", "whole: slice", "start_indices", "strides")
+_enter("split", _along("slice", "axis"), "passes", "whole: slice", "axis", "sizes")
+_enter("unstack", _unstack, "passes", "whole: slice", "axis")
+_enter("pad", _pad, "sums", "whole: pad", "padding_config")
+_enter("concatenate", _concatenate, "sums", "whole: concatenate", "dimension")
+_enter("stack", _stack, "sums", "one is new", "axis")
+_enter("dynamic_update_slice", _update, "writes", "whole: update")
 _enter("dot_general", _dot, "product", "reduced: sum", "dimension_numbers")
 _enter("conv_general_dilated", _conv, "product", "reduced: sum, whole: stencil", "dimension_numbers")
 _enter("fft", _fft, "passes", "whole: fft", "fft_lengths")

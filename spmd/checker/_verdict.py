@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spmd._jaxprs.lines import called_at, line_of
 from spmd._jaxprs.walker import equations, opened, shape_of
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
 from spmd.checker._numbers import Difference, advice_on, cause_of, labelled
 from spmd.checker._simulator import Fault as Broken
-from spmd.checker._source import called_at, line_of
 from spmd.checker._state import HIDDEN, State, axes_of_dim, size_of
 from spmd.errors import Fault
 from spmd.language import mesh_text

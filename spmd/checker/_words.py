@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from spmd._jaxprs.lines import line_of
 from spmd.checker._history import Origin
-from spmd.checker._source import line_of
 from spmd.checker._state import HIDDEN, Pending, State, axes_of_dim
 from spmd.checker._text import text_of
 from spmd.language import Layout

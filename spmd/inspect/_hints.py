@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from jax.extend.core import Literal
 
 from spmd import _compat
+from spmd._jaxprs.lines import gradient_line, is_transposed, line_of
 from spmd._jaxprs.walker import Role, axes_of, held, opened, shape_of
 from spmd._text.units import bytes_text, sent_bytes
-from spmd.checker._source import gradient_line, is_transposed, line_of
 
 _SUMS = frozenset(("psum", "psum_invariant"))
 # Linear in their first operand, or in each of them.

@@ -14,10 +14,10 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, WindowName, one_line
+from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Role, axes_of, opened, shape_of, walk
 from spmd._text.units import sent_bytes
 from spmd.checker import _tables as tables
-from spmd.checker._source import line_of
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import axes_of_pairs
 from spmd.inspect._program import (

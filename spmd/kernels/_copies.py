@@ -20,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs.facts import gather_around
+from spmd._jaxprs.lines import is_transposed
 from spmd._jaxprs.walker import Domain, Held, Role, axes_of, equations, held, opened, shape_of, walk
 from spmd._text.units import bytes_text, sent_bytes
 from spmd.checker import OutputFacts, check_jaxpr, early, explain_output, line_of
 from spmd.checker._history import EQUAL, History
-from spmd.checker._source import is_transposed
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._outputs import Unequal
 from spmd.kernels._translate import carried_axes

@@ -20,7 +20,7 @@ import numpy as np
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.callers import layers_of
 from spmd._jaxprs.errors import Carry
-from spmd.checker._source import is_outside, line_of_error
+from spmd._jaxprs.lines import is_outside, line_of_error
 from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._signature import Signature
 from spmd.language import Layout

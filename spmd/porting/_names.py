@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from spmd import _compat
 from spmd._jaxprs.walker import Held, opened, shape_of
-from spmd.checker._recorded import Label, Labels, Names, Part
 from spmd.checker._state import HIDDEN, State, is_divided
 from spmd.checker._table import NEW
+from spmd.inspect._recorded import Label, Labels, Names, Part
 from spmd.language import axes_tuple
 
 # By the axes that divide them, dimensions have the names that most programs give them; others have the next letter.

@@ -14,10 +14,10 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.factored import expanded, factors_of, in_factors
+from spmd._jaxprs.lines import frames_of, is_ours, is_transposed, line_of, short_line
 from spmd._jaxprs.walker import COMMUNICATES, Role, equations, held, opened, shape_of, walk
 from spmd.checker._dataflow import walk_closed
-from spmd.checker._recorded import States
-from spmd.checker._source import frames_of, is_ours, is_transposed, line_of, short_line
+from spmd.inspect._recorded import States
 from spmd.language import axes_tuple
 from spmd.porting._file import Edit, File, called
 from spmd.porting._names import Guess, Namer, text_of

@@ -11,12 +11,12 @@ from jax.sharding import AxisType
 
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.lines import LineName, gradient_line, is_transposed, line_of
 from spmd._jaxprs.walker import shape_of
 from spmd._text.units import bytes_text
-from spmd.checker._recorded import Labels
-from spmd.checker._source import LineName, gradient_line, is_transposed, line_of
 from spmd.checker._table import TABLE
 from spmd.inspect._program import of_sharding
+from spmd.inspect._recorded import Labels
 from spmd.propagation._module import Number, RawMove
 from spmd.propagation._values import WholeNames, text_of
 

@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spmd._jaxprs.lines import LineName, is_transposed, line_of, short_line
 from spmd._jaxprs.walker import Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
 from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd._text.units import bytes_text
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
-from spmd.checker._lines import listing
-from spmd.checker._listing import Source
-from spmd.checker._recorded import States
-from spmd.checker._source import LineName, is_transposed, line_of, short_line
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import axes_text, counts_by_kind
+from spmd.inspect._lines import listing
+from spmd.inspect._listing import Source
 from spmd.inspect._program import check_mesh, meshes_of_jaxpr
+from spmd.inspect._recorded import States
 from spmd.language import Layout
 from spmd.mesh import sizes_for
 from spmd.propagation._costs import Cost, costs_of, least

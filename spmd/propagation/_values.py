@@ -9,10 +9,9 @@ from typing import Any, ClassVar
 from spmd import _compat
 from spmd._jaxprs.facts import LayoutName
 from spmd._jaxprs.walker import Held, Rule, call_of, opened, shape_of, walk
-from spmd.checker._recorded import Labels, Names, Path, Recording, States
 from spmd.checker._state import Axes, State, axes_of_dim, plain
-from spmd.checker._table import TABLE
-from spmd.checker._text import inferred_text
+from spmd.checker._table import MOVES, TABLE
+from spmd.inspect._recorded import Labels, Names, Path, Recording, States, inferred_text
 from spmd.language import Layout
 from spmd.propagation._module import Number, Place, Reading, Typed
 
@@ -130,15 +129,18 @@ class Places(Recording):
     def _left_open(self, eqn: Any, number: Number, operands: Sequence[State | None]) -> None:
         name = eqn.primitive.name
         entry = TABLE.get(name)
-        if name == "top_k" and operands[0] and (axes := axes_of_dim(operands[0].dims[-1])):
-            self.open[number, name, axes] = [*self.callers, eqn]  # the table does not have it
         if entry is None or number in self._moved:
             return
         m = entry.map(eqn)
         for labels, operand in zip(m.operands, operands, strict=False):
             for label, dim in zip(labels, operand.dims if operand else (), strict=False):
                 kind = None if label is None else m.whole.get(label, m.reduced.get(label))
-                if kind and (label in m.whole or kind == "position") and (axes := axes_of_dim(dim)):
+                if (
+                    kind
+                    and kind not in MOVES
+                    and (label in m.whole or kind == "position")
+                    and (axes := axes_of_dim(dim))
+                ):
                     self.open[number, kind, axes] = [*self.callers, eqn]
 
     def mapped(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[State | None]:

@@ -150,7 +150,7 @@ def test_blocks_that_nobody_can_place_raise_no_alarm():
 )  # fmt: skip
 def test_constants_are_read_off_their_elements(value):
     state = constant_state(value)
-    assert state.number and state.zero == (not value.any()) and not state.axes
+    assert state.table is not None and state.zero == (not value.any()) and not state.axes
     for place, dim in enumerate(state.dims):
         constant = not value.size or (value == value.take([0], axis=place)).all()
         assert (dim[0][1] is FREE) == constant

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.lines import line_of
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._source import line_of
 from spmd.checker._state import FREE, HIDDEN, UNREAD, Dim, State
 from tests.checker import devices
 from tests.checker.harness import Apart, whole
@@ -337,7 +337,7 @@ class Judge:
                     continue
                 self.values += 1
                 wrong = facts(state, arrays, self.mesh.machine)
-                vague = state.number
+                vague = state.table is not None
                 if not wrong and comparable and is_whole(state) and not vague:
                     found = together(arrays, state.dims, state.partial, self.mesh.machine)
                     if self.trace.mistake and not same_sizes(found, others[i][k][0]):
@@ -426,7 +426,9 @@ def doubt_of(eqn: Any, said: Said | None) -> int:
         return TOLD  # a mistake that was told at another equation is told no more, and leaves this mark
     known = lambda states: all(map(is_whole, states))
     forgets = not known(said.operands) and known(said.outs)
-    counts = eqn.primitive.name in SUMS and any(state.number for state in said.operands)  # devices: never an error
+    counts = eqn.primitive.name in SUMS and any(
+        state.table is not None for state in said.operands
+    )  # devices: never an error
     return RELEASED if forgets or counts or local(eqn, ()) else 0
 
 

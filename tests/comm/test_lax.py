@@ -14,8 +14,8 @@ from jax import lax
 
 import spmd
 from spmd import _compat
+from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import equations
-from spmd.checker._source import line_of
 from spmd.comm import _lax
 
 MESH = spmd.make_mesh(x=4)

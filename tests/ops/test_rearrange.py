@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import spmd
+from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import equations
-from spmd.checker._source import line_of
 from spmd.errors import CommunicationError, ReplicationError
 from spmd.modes import MODES
 from spmd.ops import iota, rearrange, repeat

@@ -1,6 +1,6 @@
 """`spmd.check(...).source()`: the user's lines, and the layouts beside them.
 
-`SPMD_UPDATE_GOLDEN=1 python -m pytest tests/checker/test_listing.py` writes the printed listings anew.
+`SPMD_UPDATE_GOLDEN=1 python -m pytest tests/inspect/test_listing.py` writes the printed listings anew.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker._listing import Source
-from tests.checker.listed_programs import MESH, PROGRAMS
+from spmd.inspect._listing import Source
 from tests.checker.twins.registry import Pair, is_float, load, refused
 from tests.conftest import case_count
+from tests.inspect.listed_programs import MESH, PROGRAMS
 from tests.sampler import first_seed
 
 GOLDEN = Path(__file__).with_name("listings.txt")

@@ -10,8 +10,8 @@ from jax import lax
 
 import spmd
 from spmd._jaxprs.walker import equations
-from spmd.checker._recorded import record
 from spmd.checker._state import axes_of_dim
+from spmd.inspect._recorded import record
 from tests.checker.twins.registry import load
 
 MESH = spmd.make_mesh(dp=2, tp=4)

@@ -5,18 +5,17 @@ The pass of a kernel's first call keeps nothing. These walks run when somebody a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from spmd import _compat
-from spmd._jaxprs.facts import KernelName, kernel_around
+from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, opened, shape_of, walk
-from spmd.checker._claims import OVERLAP, claim_of
-from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._state import State, normal, plain
+from spmd.checker._claims import OVERLAP, arguments_of, claim_of
+from spmd.checker._dataflow import Dataflow, typed, walk_closed
+from spmd.checker._state import HIDDEN, STEP, UNREAD, Axes, Dim, State, is_divided
 from spmd.checker._table import NEW, TABLE, groups
-from spmd.language import Layout, axes_tuple
+from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
 Label = tuple[Part, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
@@ -83,20 +82,6 @@ class States(Recording, Dataflow):
             return values
         left = [(value, value.left[0] if value.left else None) for value in values]
         return [one if one is not None and len(one.dims) == len(value.dims) else None for value, one in left]
-
-
-def typed(aval: Any) -> State | None:
-    """How a value lies by its type: the axes in their order, and those along which it is a partial sum. None of a type
-    that does not say it."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty:
-        return None
-    sizes, dims = sharding.mesh.shape, []
-    for n, entry in zip(aval.shape, _compat.partitions(sharding.spec, len(aval.shape)), strict=True):
-        axes = tuple(axis for axis in axes_tuple(entry) if sizes[axis] > 1)
-        local = n // math.prod(sizes[axis] for axis in axes)
-        dims.append(normal([(local, axes)]) if axes else plain(local))
-    return State(tuple(dims), _compat.unreduced_spec(sharding.spec))
 
 
 class Names(Recording):
@@ -178,29 +163,6 @@ class Names(Recording):
         return self.run(eqn, part, entering)
 
 
-def arguments_of(eqn: Any, kernel: KernelName | None) -> dict[int, Any]:
-    """The arguments of a kernel by their number among the operands of its `shard_map`, as far as these lie like them.
-    Constants that JAX hoisted out of the body come first; what it keeps for a gradient is not an argument."""
-    if kernel is None:
-        return {}
-    specs = eqn.params["in_specs"]
-    first = len(specs) - len(kernel.arguments)
-    found = {i: leaf for i, leaf in enumerate(kernel.arguments, first) if first >= 0}
-    return {i: leaf for i, leaf in found.items() if _lies_so(leaf.layout, shape_of(eqn.invars[i]), specs[i])}
-
-
-def _lies_so(layout: Layout, shape: Sequence[int], spec: Any) -> bool:
-    fits = claim_of(layout).at(len(shape), ()) is not None
-    return fits and _axes(layout.with_rank(len(shape)).spec) == _axes(spec)
-
-
-def _axes(spec: Any) -> list[tuple[str, ...]]:
-    found = [axes_tuple(entry) for entry in _compat.partitions(spec)]
-    while found and not found[-1]:
-        found.pop()
-    return found
-
-
 def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
     """The names after a reshape: merged ones go together, and those that were merged are taken apart again."""
     if 0 in old or len(given) != len(old):
@@ -216,11 +178,73 @@ def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
     return tuple(out)
 
 
-def record(jaxpr: Any, name: str, sizes: Mapping[str, int] | None = None) -> tuple[States, Names]:
-    """Walk over a whole program twice: once for its states, once for the names of dimensions. `sizes` are those of the
-    mesh, where no body says them."""
-    states = States(name, (), sizes)
+def record(jaxpr: Any, name: str) -> tuple[States, Names]:
+    """Walk over a whole program twice: once for its states, once for the names of dimensions. Where no body says the
+    sizes of the mesh axes, the types of its arguments do."""
+    invars = opened(jaxpr)[0].invars
+    typed_ones = (var.aval.sharding.mesh.shape for var in invars if _compat.is_typed(var))
+    states = States(name, (), next(typed_ones, None))
     walk_closed(states, jaxpr)
     names = Names(states.sizes)
-    walk(jaxpr, [names.constant(var, None) for var in opened(jaxpr)[0].invars], names)
+    walk(jaxpr, [names.constant(var, None) for var in invars], names)
     return states, names
+
+
+# --- as text --------------------------------------------------------------------------------------------------------
+
+
+def inferred_text(state: State, names: Sequence[Sequence[tuple[str, int]]], sizes: Mapping[str, int]) -> str:
+    """What is known of a value, `b/dp s {U:tp}`.
+
+    Args:
+      state: What is known.
+      names: For each dimension its parts, each with its size on the whole array. A dimension without a name, or of
+        another size, is written as its size on the whole array.
+      sizes: The sizes of the mesh axes, in their order.
+    """
+    words = [_dim_text(dim, parts, sizes) for dim, parts in zip(state.dims, names, strict=True)]
+    differs = state.different.union(p.axis for p in state.pending if p.kind == STEP)
+    for mark, axes in (("U", state.partial), ("V", differs)):
+        words += [f"{{{mark}:{','.join(a for a in sizes if a in axes)}}}"] if axes else []
+    done: dict[str, list[str]] = {}
+    for axis in sizes:
+        kinds = {p.kind for p in state.pending if p.axis == axis} - {STEP}
+        if kinds:
+            done.setdefault(", ".join(sorted(kinds - {UNREAD})), []).append(axis)
+    pending = " and ".join(f"{kinds} over {', '.join(axes)}" for kinds, axes in done.items() if kinds)
+    unknown = [f"? over {', '.join(done[''])}"] if "" in done else []
+    words = words if state.dims or (done and not words) else ["scalar", *words]
+    return " ".join([*words, *([f"? pending {pending}"] if pending else []), *unknown])
+
+
+def _dim_text(dim: Dim, parts: Sequence[tuple[str, int]], sizes: Mapping[str, int]) -> str:
+    """One dimension: a name for each factor if the whole sizes are those of the names, else the whole sizes."""
+    factors = [(_whole(size, axes, sizes), axes) for size, axes in dim]
+    unknown = any(axes is HIDDEN for _, axes in dim)
+    if unknown and len(factors) == len(parts) == 1 and factors[0][0] and parts[0][1] % factors[0][0] == 0:
+        return f"{parts[0][0]}/?"
+    named = None if unknown else _named(factors, parts)
+    shown = [(str(size), axes if axes is HIDDEN or is_divided(axes) else ()) for size, axes in factors]
+    texts = ["/".join((name, *axes)) for name, axes in (shown if named is None else named)]
+    return texts[0] if len(texts) == 1 else f"({' '.join(texts)})"
+
+
+def _whole(size: int, axes: Axes, sizes: Mapping[str, int]) -> int:
+    for axis in axes if is_divided(axes) else ():
+        size *= sizes.get(axis, 1)
+    return size
+
+
+def _named(factors: Sequence[tuple[int, Axes]], parts: Sequence[tuple[str, int]]) -> list[tuple[str, Axes]] | None:
+    """The parts, each with the axes that divide it; what follows the first part of a factor is whole."""
+    rest = list(parts)
+    found: list[tuple[str, Axes]] = []
+    for whole, axes in factors:
+        held = axes if is_divided(axes) else ()
+        while rest and rest[0][1] and whole % rest[0][1] == 0 and (whole > 1 or not found):
+            name, size = rest.pop(0)
+            found.append((name, held))
+            whole, held = whole // size, ()
+        if whole != 1:
+            return None
+    return None if rest or not found else found

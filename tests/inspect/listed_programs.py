@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import all_gather, einsum, nn
-from tests.checker.listed_helpers import centred
+from tests.inspect.listed_helpers import centred
 
 MESH = spmd.make_mesh(dp=2, tp=4)
 PROGRAMS = {}

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from spmd._jaxprs.lines import short_file
 from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd.checker._finding import Finding
-from spmd.checker._source import short_file
 
 _HEAD = ("source", "layouts")  # as HTML and a style sheet know the columns
 _INDENT = 2  # spaces before each line; a finding has its mark there

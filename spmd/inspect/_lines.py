@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from spmd._jaxprs.facts import kernel_around
+from spmd._jaxprs.lines import Frame, LineName, frames_of, is_transposed, is_users
 from spmd._jaxprs.walker import held, opened
+from spmd.checker._claims import arguments_of
 from spmd.checker._finding import Finding
-from spmd.checker._listing import Source, SourceBlock, SourceLine, Value
-from spmd.checker._recorded import Labels, Path, arguments_of, record
-from spmd.checker._source import Frame, LineName, frames_of, is_transposed, is_users
 from spmd.checker._state import State
-from spmd.checker._syntax import Function, Slot, Texts, parameters, returned, slots
-from spmd.checker._text import inferred_text
+from spmd.inspect._listing import Source, SourceBlock, SourceLine, Value
+from spmd.inspect._recorded import Labels, Path, inferred_text, record
+from spmd.inspect._syntax import Function, Slot, Texts, parameters, returned, slots
 
 Key = tuple[str, int]  # a name, or the number of a returned value
 Made = dict[int, dict[Key, dict[str, None]]]  # for each line and each key the layouts, in order

@@ -17,7 +17,7 @@ from spmd import _compat
 from spmd._text.notebook import shown_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CHECK = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_api.py")
+_CHECK = os.path.join(_PACKAGE, "checker", "_api.py")
 
 # JAX skips its own frames when it names a line; ours are skipped in the same way, in JAX's messages too.
 source_info_util.register_exclusion(_PACKAGE)

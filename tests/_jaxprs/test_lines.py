@@ -10,8 +10,8 @@ import optax
 import pytest
 from jax import lax
 
+from spmd._jaxprs.lines import is_transposed, line_of, short_file, short_line
 from spmd._jaxprs.walker import Domain, walk
-from spmd.checker._source import is_transposed, line_of, short_file, short_line
 
 X = jnp.ones((4, 4))
 
@@ -61,7 +61,7 @@ def test_each_equation_has_the_users_line(primitive, text):
     program(X)  # JAX has its own functions in a cache by now, with the lines of that call
     [found] = lines_of(program, X)[primitive]
     file, _, rest = found.partition(":")
-    assert file.endswith("test_source.py") and rest.partition(" ")[0] == str(line(program, text))
+    assert file.endswith("test_lines.py") and rest.partition(" ")[0] == str(line(program, text))
     assert rest.endswith(")") and "(" in rest, "and the name of the function"
 
 
@@ -86,5 +86,5 @@ def test_a_line_of_a_package_names_the_users_line_that_called_it():
     called = f", called at {short_file(__file__)}:{line(clipped, '# here')} ("
     assert found and all("optax" in text.partition(" (")[0] and called in text for text in found), found
     assert {text.number for text in found} == {line(clipped, "# here")}
-    assert {short_line(text) for text in found} == {f"test_source.py:{line(clipped, '# here')}"}
+    assert {short_line(text) for text in found} == {f"test_lines.py:{line(clipped, '# here')}"}
     assert all("called at" not in text for lines in lines_of(program, X).values() for text in lines)
