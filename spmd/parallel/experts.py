@@ -245,10 +245,10 @@ def moe(
 
     Without a capacity (`capacity_factor=None`) no expert has places. A device sorts its choices by expert, sends them
     to the experts' devices, and each expert multiplies the rows that it has (`jax.lax.ragged_dot`, on GPUs a loop over
-    tiles of rows). `rows` bounds what one device takes from the blocks that it exchanges with; in a block of t tokens, by default all that can come: ep
-    min(k, e/ep) t. With fewer rows, those of the last blocks, and of the last experts in a block, find no room: they
-    count zero, and `drop_rate` counts them. So only with `rows` does the result depend on the mesh; `groups` do not
-    matter.
+    tiles of rows). `rows` bounds what one device takes from the blocks that it exchanges with; in a block of t tokens,
+    by default all that can come: ep min(k, e/ep) t. With fewer rows, those of the last blocks, and of the last experts
+    in a block, find no room: they count zero, and `drop_rate` counts them. So only with `rows` does the result depend
+    on the mesh; `groups` do not matter.
 
     Communication, per device. A = n m e c d is the number of elements of all places, and B = b s d that of all tokens,
     both divided by the number of devices along dp and sp (all axes of both), in bytes of x's dtype. Forward: two
