@@ -81,16 +81,22 @@ def manual_sizes(axes: Sequence[str]) -> tuple[int, ...]:
     return tuple(mesh.shape[a] if a in mesh.manual_axes else 0 for a in axes)
 
 
+def _device_kind() -> str:
+    """Return the kind of the devices of the mesh around; empty without a mesh, or if they are not known yet."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return "" if device is None else device.device_kind
+
+
 def on_cpu() -> bool:
     """Return whether the mesh around the caller is one of CPUs, or of devices that are not known yet."""
-    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    return device is None or device.device_kind == "cpu"
+    return _device_kind() in ("", "cpu")
 
 
-def may_run_on_gpu() -> bool:
-    """Return whether the mesh around the caller is not known to be none of GPUs; without a mesh, whether JAX has a
-    GPU."""
-    return not on_cpu() if jax.sharding.get_abstract_mesh().shape else jax.default_backend() == "gpu"
+def runs_on_gpu() -> bool:
+    """Return whether the mesh around the caller is one of GPUs; without a mesh, whether JAX has a GPU."""
+    if not jax.sharding.get_abstract_mesh().shape:
+        return jax.default_backend() == "gpu"
+    return not on_cpu() and not _device_kind().startswith("TPU")
 
 
 def _manual_type(x: Any) -> Any:

@@ -10,7 +10,7 @@ A failure is printed with the line that runs it again, and then made smaller: it
 first of each list, one after another, for as long as it fails in the same way: fewer axes, smaller sizes, plainer
 spellings. The exit status is 1 if anything failed.
 
-    --minutes 30       stop after so long          --only verbs,fourier   these families only
+    --minutes 30       stop after so long          --only verbs,einsum    these families only
     --programs 20000   or after so many            --list                 the families, and how often they are drawn
     --seed 1           another seed, other ones    --choices S:1,0,2      one program again, by its choices
 """

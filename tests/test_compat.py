@@ -3,6 +3,8 @@
 import functools
 import inspect
 import json
+import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -209,3 +211,15 @@ def test_files_of_jax():
 def test_layouts_in_memory_change_no_numbers():
     for fn in (_compat.row_major, _compat.apart):
         np.testing.assert_array_equal(jax.jit(fn)(X.T), X.T)
+
+
+@pytest.mark.parametrize(
+    ("kind", "cpu", "gpu"),
+    [("cpu", True, False), ("NVIDIA H200", False, True), ("TPU v5p", False, False), ("", True, False)],
+)
+def test_what_the_mesh_around_runs_on(kind, cpu, gpu) -> None:
+    """Kernels of GPUs are asked for there only: TPUs have others."""
+    device = types.SimpleNamespace(device_kind=kind) if kind else None
+    around = types.SimpleNamespace(abstract_device=device, shape={"x": 2})
+    with mock.patch("jax.sharding.get_abstract_mesh", return_value=around):
+        assert (_compat.on_cpu(), _compat.runs_on_gpu()) == (cpu, gpu)

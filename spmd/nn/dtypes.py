@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from spmd import einsum
+from spmd.modes import try_frame
 
 
 def wide(x: Any) -> Any:
@@ -27,13 +29,16 @@ def wide_einsum(x: Any, y: Any, pattern: str, **names: Any) -> jax.Array:
     if not x.dtype == y.dtype == jnp.bfloat16:
         return whole(x, y, pattern)
 
+    frame = try_frame()  # that of the kernel, which the slope is asked for long after it
+
     @jax.custom_jvp
     def product(x: Any, y: Any) -> jax.Array:
         return whole(x, y, pattern)
 
     def slope(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
         (x, y), (dx, dy) = primals, tangents
-        terms = [einsum(*pair, pattern, **names) for pair in ((dx, y), (x, dy)) if not _has_zero(pair)]
+        with contextlib.nullcontext() if frame is None else frame.enter():
+            terms = [einsum(*pair, pattern, **names) for pair in ((dx, y), (x, dy)) if not _has_zero(pair)]
         return product(x, y), sum(terms[1:], start=terms[0]).astype(wide(x))
 
     product.defjvp(slope, symbolic_zeros=True)

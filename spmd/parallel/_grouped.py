@@ -143,12 +143,12 @@ def _ragged_sums(x: Any, y: Any, counts: Any) -> Any:
 
 @jax.custom_batching.custom_vmap
 def _product(x: Any, w: Any, counts: Any) -> Any:
-    return (in_tiles if _compat.may_run_on_gpu() else _ragged)(x, w, counts)
+    return (in_tiles if _compat.runs_on_gpu() else _ragged)(x, w, counts)
 
 
 @jax.custom_batching.custom_vmap
 def _contraction(x: Any, y: Any, counts: Any) -> Any:
-    return (sums_in_tiles if _compat.may_run_on_gpu() else _ragged_sums)(x, y, counts)
+    return (sums_in_tiles if _compat.runs_on_gpu() else _ragged_sums)(x, y, counts)
 
 
 def _products(n: int, mapped: Any, *args: Any) -> tuple[Any, bool]:

@@ -69,7 +69,5 @@ FAMILIES = [
     "rearrangements",
     "along_a_dimension",
     "takes",
-    "fourier",
-    "stencils",
     "placement",
 ]

@@ -39,7 +39,7 @@ def a_soft_cap_in_a_kernel_without_fixed(mesh, fix):
 
 @bad
 def a_kernel_for_other_dtypes(mesh):
-    with mock.patch("spmd._compat.may_run_on_gpu", return_value=True):
+    with mock.patch("spmd._compat.runs_on_gpu", return_value=True):
         run(mesh, lambda q, k: nn.dot_product_attention(q, k, k, implementation="cudnn"))
 
 

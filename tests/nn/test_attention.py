@@ -65,7 +65,7 @@ def test_what_cudnn_is_asked_for(causal):
 
     plain, mesh, narrow = jax.nn.dot_product_attention, spmd.make_mesh(x=1), [x.astype(jnp.bfloat16) for x in (q, k, v)]
     with (
-        mock.patch("spmd._compat.may_run_on_gpu", return_value=True),
+        mock.patch("spmd._compat.runs_on_gpu", return_value=True),
         mock.patch("jax.nn.dot_product_attention", cudnn),
     ):
         found = attend("cudnn", mesh)(*narrow)

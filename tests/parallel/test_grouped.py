@@ -37,7 +37,7 @@ def example(seed: int, dtype: str = "float32"):
 @pytest.fixture
 def on_gpu() -> Iterator[None]:
     """Products are made as on GPUs: in tiles."""
-    with mock.patch("spmd._compat.may_run_on_gpu", return_value=True):
+    with mock.patch("spmd._compat.runs_on_gpu", return_value=True):
         yield
 
 
