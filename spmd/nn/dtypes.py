@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from typing import Any
 
 import jax
@@ -25,20 +24,21 @@ def wide_einsum(x: Any, y: Any, pattern: str, **names: Any) -> jax.Array:
     Those of a plain einsum would multiply in float32, at half the speed or less on GPUs, and be rounded to bfloat16
     afterwards. Slopes in float16 would underflow, so its derivatives do multiply in float32.
     """
-    whole = functools.partial(einsum, preferred_element_type=wide(x), **names)
     if not x.dtype == y.dtype == jnp.bfloat16:
-        return whole(x, y, pattern)
+        return einsum(x, y, pattern, preferred_element_type=wide(x), **names)
+    frame = try_frame()  # that of the kernel: JAX may ask for a slope long after its body
 
-    frame = try_frame()  # that of the kernel, which the slope is asked for long after it
+    def multiplied(x: Any, y: Any, dtype: Any = None) -> jax.Array:
+        with contextlib.nullcontext() if frame is None else frame.enter():
+            return einsum(x, y, pattern, preferred_element_type=dtype, **names)
 
     @jax.custom_jvp
     def product(x: Any, y: Any) -> jax.Array:
-        return whole(x, y, pattern)
+        return multiplied(x, y, wide(x))
 
     def slope(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
         (x, y), (dx, dy) = primals, tangents
-        with contextlib.nullcontext() if frame is None else frame.enter():
-            terms = [einsum(*pair, pattern, **names) for pair in ((dx, y), (x, dy)) if not _has_zero(pair)]
+        terms = [multiplied(*pair) for pair in ((dx, y), (x, dy)) if not _has_zero(pair)]
         return product(x, y), sum(terms[1:], start=terms[0]).astype(wide(x))
 
     product.defjvp(slope, symbolic_zeros=True)
