@@ -6,6 +6,8 @@ error asks here what it says, and words its own message. No other file reads the
 
 from __future__ import annotations
 
+import inspect
+import itertools
 import re
 import traceback
 from dataclasses import dataclass
@@ -14,6 +16,7 @@ from typing import Literal
 import jax
 
 from spmd import _compat
+from spmd._jaxprs.lines import is_outside, is_users
 
 Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed"]
 
@@ -98,6 +101,20 @@ def raised_by_jax(error: BaseException) -> bool:
     """Return whether the line that raised an error is JAX's own."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and _compat.in_jax(frames[-1].filename)
+
+
+_CONTROL = ("scan", "while_loop", "fori_loop", "cond", "switch", "map", "associative_scan")
+
+
+def made_by_library(error: BaseException) -> bool:
+    """Return whether a function of JAX, or of another package, made the loop or the branches that an error is about."""
+    codes = [here.f_code for here, _ in traceback.walk_tb(error.__traceback__)]
+    last = max((i for i, code in enumerate(codes) if is_outside(code.co_filename)), default=-1)
+    control = {inspect.unwrap(getattr(jax.lax, name)).__code__ for name in _CONTROL}
+    # JAX wraps its functions to shorten tracebacks; any other function before the loop's own is not the user's.
+    between = itertools.takewhile(lambda code: code not in control, codes[last + 1 :])
+    makers = [code for code in between if code.co_name != "reraise_with_filtered_traceback"]
+    return bool(makers) or (last >= 0 and not is_users(codes[last].co_filename))
 
 
 def named_axes(error: BaseException) -> list[str]:

@@ -43,6 +43,7 @@ TOO_LARGE = "there are too many numbers: smaller structs can be compared"
 _MOST = 200_000_000  # numbers that one run computes
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
+_NOISE = (0.31, 0.64, 0.87, 0.12, 0.5)  # what stands in for random numbers in each draw
 # How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
 # numbers that are alike on all devices.
 _SCALES = ((1.0, 1.0), (0.1, 3.0), (3.0, 0.1), (0.3, 0.3))
@@ -63,6 +64,8 @@ class Trial:
       why: Why nothing was compared; "" where something was.
       fails: Whether that is because the program raises an error where nothing is divided.
       along: How it differs on other meshes: `along(sizes)`, where something differs.
+      quiet: Whether one number stood in for all random ones.
+      quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
     """
 
     sizes: Mapping[str, int]
@@ -74,6 +77,8 @@ class Trial:
     why: str = ""
     fails: bool = False
     along: Callable[[Mapping[str, int]], Sequence[Difference] | None] = field(default=lambda _: None, compare=False)
+    quiet: bool = False
+    quieted: Callable[[], Trial] | None = field(default=None, compare=False)
 
     @property
     def wrong(self) -> bool:
@@ -88,6 +93,10 @@ class Trial:
         wide = [axis for axis, n in self.sizes.items() if n > 1]
         found = {axis: self.along({a: n if a == axis else 1 for a, n in self.sizes.items()}) for axis in wide}
         return {axis: one for axis, one in found.items() if one is not None} if len(wide) > 1 else {}
+
+
+_Run = Callable[[Any], tuple[list[Array], list[Fault]]]
+"""From a jaxpr to its results, and what went wrong on the way."""
 
 
 class _Failed(Exception):
@@ -122,7 +131,7 @@ def tried(
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference), Trial(sizes)
     for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
-            return program.tried(grad)
+            return replace(program.tried(grad), quieted=functools.partial(program.tried, grad, quiet=True))
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
@@ -179,7 +188,7 @@ class _Program:
         self.whole: dict[bool, Any] = {}
         self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
-    def tried(self, grad: bool) -> Trial:
+    def tried(self, grad: bool, quiet: bool = False) -> Trial:
         self.grad, sizes = grad, self.sizes
         ours, form = self._traced(sizes)
         try:
@@ -190,13 +199,13 @@ class _Program:
             raise
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
-        for draw in (*self.draws, self.given) if self.given else self.draws:
-            numbers = self._numbers(draw, self.grad)
+        for draw, number in zip((*self.draws, *([self.given] if self.given else [])), _NOISE, strict=False):
+            run = self._run(draw, self.grad, number if quiet else None)
             try:
-                found, faults = simulate(ours, numbers, _MOST)
+                found, faults = run(ours)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
-            wanted = simulate(base, numbers, _MOST)[0]
+            wanted = run(base)[0]
             differences = self._differences(form, found, wanted)
             if draw is self.given:  # where numbers are equal or zero, the gradient may be any of several
                 differences = [one for one in differences if one.path[0].key == "result"]
@@ -205,28 +214,28 @@ class _Program:
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
             line = line_of_body(first_body(ours))
-            trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line)
-            trial = replace(trial, along=functools.partial(self._along, form, wanted, numbers))
-            if faults or self.reference or not self._same_on_whole_arrays(form, found, numbers):
+            trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line, quiet=quiet)
+            trial = replace(trial, along=functools.partial(self._along, form, wanted, run))
+            if faults or self.reference or not self._same_on_whole_arrays(form, found, run):
                 return trial
             meant = replace(trial, meant=True)
-        return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown))
+        return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
 
     def _faults(self) -> tuple[Fault, ...]:
         """What goes wrong on the mesh itself, forward."""
         forward = self.forward[*self.sizes.items(), "explicit"]
         try:
-            return tuple(simulate(forward.jaxpr, self._numbers(self.draws[0], grad=False), _MOST)[1])
+            return tuple(self._run(self.draws[0], grad=False)(forward.jaxpr)[1])
         except Parted as error:
             return (error.fault,)
 
     def _along(
-        self, form: _Form, wanted: Sequence[Array], numbers: Sequence[Array], sizes: Mapping[str, int]
+        self, form: _Form, wanted: Sequence[Array], run: _Run, sizes: Mapping[str, int]
     ) -> list[Difference] | None:
         """How the program differs on another mesh; None where that cannot be told."""
         try:
             jaxpr, other = self._traced(sizes)
-            found, _ = simulate(jaxpr, numbers, _MOST)
+            found, _ = run(jaxpr)
         except (_Failed, NotSimulated):
             return None
         return self._differences(form, found, wanted) if other == form else None
@@ -259,10 +268,12 @@ class _Program:
             raise NotSimulated("reference= has results of another structure or shape")
         return found
 
-    def _numbers(self, draw: Any, grad: bool) -> list[Array]:
+    def _run(self, draw: Any, grad: bool, noise: float | None = None) -> _Run:
+        """Traced programs on these arguments."""
         _, given = pulled(lambda: None, draw, grad=grad)
         with jax.ensure_compile_time_eval():
-            return [held_number(x) for x in jax.tree.leaves(given)]
+            numbers = [held_number(x) for x in jax.tree.leaves(given)]
+        return lambda jaxpr: simulate(jaxpr, numbers, _MOST, noise)
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """Results and gradients on a mesh of these sizes, and their form."""
@@ -281,10 +292,10 @@ class _Program:
         found = _on_mesh(self.mesh, sizes, how, flat, leaves)
         return found.jaxpr, _Form(found.tree, tuple(one.shape for one in found.jaxpr.out_avals))
 
-    def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], numbers: Sequence[Array]) -> bool:
+    def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], run: _Run) -> bool:
         whole = self._on_whole_arrays(form)
         with contextlib.suppress(NotSimulated):
-            return bool(whole) and not self._differences(form, found, simulate(whole, numbers, _MOST)[0])
+            return bool(whole) and not self._differences(form, found, run(whole)[0])
         return False
 
     def _on_whole_arrays(self, form: _Form) -> Any:

@@ -226,9 +226,8 @@ def _check_marks(
         walk.note(eqn, "partial", report.blocks_claimed_partial(walk, eqn, state, blocks))
         return
     wrong = order(marks - state.axes)
-    counted = (
-        state.zero or state.table is not None
-    )  # a sum of literals over a piece is a term: it counts the piece's rows
+    # A sum of literals over a piece is a term: it counts the piece's rows.
+    counted = state.zero or state.table is not None
     if wrong and not counted and role not in MAKES:
         walk.note(eqn, "partial", report.claimed_partial(walk, eqn, wrong))
     mentioned = claim.unreduced | claim.named

@@ -38,8 +38,7 @@ from spmd.language import axes_product
 
 # Which reduction completes what was done to a piece. A kind that is not here is completed by no reduction.
 COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
-_WRONG = ["max", "min", "all", "any", "position", "sort", "top_k", "product", "fft", "index", "slice"]
-WRONG = frozenset((*_WRONG, "linear algebra"))
+WRONG = frozenset((*COMPLETES, "position", "sort", "top_k", "product", "fft", "index", "slice", "linear algebra"))
 
 
 def _grouped(eqn: Any) -> bool:

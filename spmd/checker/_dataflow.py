@@ -16,7 +16,7 @@ from spmd._jaxprs.lines import is_differentiated, is_ours
 from spmd._jaxprs.walker import Held, Rule, held, opened, shape_of
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
 from spmd.checker._collectives import COLLECTIVES
-from spmd.checker._engine import Engine
+from spmd.checker._control import Control
 from spmd.checker._history import shown_spec
 from spmd.checker._shapes import RULES as SHAPES
 from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hidden, normal, plain
@@ -31,7 +31,7 @@ def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[Sta
     return walk.unread(eqn, operands)
 
 
-class Dataflow(Engine):
+class Dataflow(Control):
     """One run of the pass."""
 
     rules: ClassVar[Mapping[str, Rule]] = {

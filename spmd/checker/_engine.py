@@ -15,7 +15,7 @@ import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
 from spmd._jaxprs.lines import called_at, is_transposed, line_of
-from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, is_unknown, shape_of
+from spmd._jaxprs.walker import Domain, Rule, is_unknown, shape_of
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
@@ -24,7 +24,6 @@ from spmd.checker._state import (
     HIDDEN,
     NONE,
     QUIET,
-    STEP,
     UNREAD,
     Axes,
     Dim,
@@ -56,9 +55,6 @@ OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap"
 
 # Larger constants are not looked at: reading them would cost more than the trace.
 LARGEST_CONSTANT = 1_000_000
-
-# The place of an axis in a dimension of several factors, larger than all others: a step of a loop loses their order.
-NESTED = 63
 
 # A single element of which nobody knows which dimension it is of fits any layout.
 ONE = hidden(1)
@@ -102,8 +98,6 @@ class Engine(Domain):
         self._numbers: dict[int, int] = {}
         self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
         self._states: dict[State, State] = {}
-        self._loops: list[Any] = []
-        self._diverged = False
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self._history: History | None = None
@@ -451,104 +445,6 @@ class Engine(Domain):
             return self.step(eqn, operands)
         pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
         return [self.kept(State(tuple(map(hidden, shape_of(v))), pending=pending)) for v in eqn.outvars]
-
-    # --- loops and branches ------------------------------------------------------------------------------------
-
-    def sliced(self, value: State, operand: Any) -> State:
-        """One step of a loop over the leading dimension. Over a divided one it is an element of a piece."""
-        axes = axes_of_dim(value.dims[0]) if value.dims else ()
-        axes = tuple(filter(self.wide, axes))
-        order = enumerate(axes) if axes and len(value.dims[0]) == 1 else ((NESTED, a) for a in axes)
-        steps = {Pending(STEP, a, self._step(i)) for i, a in order if a not in value.different}
-        return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None))
-
-    def _step(self, place: int) -> int:
-        """What tells the steps of the loop that the walk is in from those of loops around it, and the place of the axis
-        among those that divide the dimension."""
-        return -2 - place - (NESTED + 1) * len(self._loops)
-
-    def _steps(self, value: State) -> dict[Pending, int]:
-        """The steps of this loop that a value comes from, each with the place of its axis."""
-        first = self._step(0)
-        places = {p: first - p.at for p in value.pending if p.kind == STEP}
-        return {p: place for p, place in places.items() if 0 <= place <= NESTED}
-
-    def stacked(self, value: State, result: Any) -> State:
-        """Steps differ from one another, but for known integers, which are the same in each. Those over a divided
-        dimension are put together as it was."""
-        length = shape_of(result)[0]
-        steps = self._steps(value)
-        order = sorted((place, p.axis) for p, place in steps.items())
-        axes = tuple(axis for _, axis in order)
-        leading = normal([(length, axes)]) if axes else plain(length) if value.table is None else free(length)
-        different = value.different
-        if [place for place, _ in order] != list(range(len(axes))) or not value.divided.isdisjoint(axes):
-            leading = hidden(length)
-            different |= set(axes) - value.divided
-        pending = value.pending.difference(steps)
-        dims = (leading, *value.dims)
-        return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
-
-    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
-        self._loops.append(eqn)
-        outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
-        self._loops.pop()
-        return outs
-
-    def of_rounds(self, earlier: list[Finding], last: list[Finding]) -> list[Finding]:
-        """Those of the last round. What an earlier one found is told where the last one knows too little to find it."""
-        first = {(one.kind, one.line): one for one in reversed(earlier)}
-        return last or list(first.values())[::-1]
-
-    def carried(self, value: State) -> State:
-        """A carry that went through a piece was not given what the other pieces hold."""
-        steps = self._steps(value)
-        if not steps or not self._loops:
-            return value
-        if self.silent(self._loops[-1]):
-            return self.unknown_like(value)
-        number = self.number(self._loops[-1])
-        pending = value.pending.difference(steps) | {Pending("recurrence", p.axis, number) for p in steps}
-        return self.kept(value._replace(pending=pending, table=None))
-
-    def decided(self, value: State, predicate: State) -> State:
-        """Devices that take another branch, or stop earlier, hold other values. After `vmap`, so do rows."""
-        if predicate.dims:
-            pairs = zip(value.dims, predicate.dims, strict=False)
-            rows = [unify(v, p, value.different, predicate.different) or hidden(size_of(v)) for v, p in pairs]
-            dims = (*rows, *value.dims[len(rows) :])
-            lost = value.divided.difference(*map(axes_of_dim, dims))
-            value = self.kept(value._replace(dims=dims, different=value.different | lost, table=None))
-        if not predicate.axes:
-            return value
-        unknown = NONE if self._diverged else {p.axis for p in predicate.pending}  # a fault is told once
-        pending = value.pending if self._diverged else value.pending | predicate.pending
-        different = value.different | (predicate.axes - unknown - value.divided)
-        return self.kept(
-            value._replace(
-                different=different,
-                partial=value.partial - different,
-                pending=frozenset(p for p in pending if p.axis not in different),
-                table=None,
-            )
-        )
-
-    def decides(self, eqn: Any, predicate: State) -> None:
-        """Devices that disagree must not meet a collective that waits for all of them."""
-        self._diverged = False
-        if not predicate.axes or not self.active:
-            return
-        found: dict[str, None] = {}
-        axes: set[str] = set()
-        for inner in (one for part in held(eqn) for one in equations(part.jaxpr, derivatives=False)):
-            waiting = predicate.axes.intersection(axes_of(inner)) if inner.primitive.name in COMMUNICATES else NONE
-            if waiting:
-                found[inner.primitive.name] = None
-                axes |= waiting
-        self._diverged = bool(axes)
-        if axes:
-            along = [a for a in self.sizes if a in axes]
-            self.note(eqn, "divergent", report.divergent(self, eqn, list(found), along))
 
 
 def _fewer(dim: Dim, size: int) -> Dim:

@@ -19,20 +19,9 @@ from spmd.language import Layout, axes_tuple
 # What makes a value equal along its axes, and what makes it different.
 EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
 GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced"))
-_DIFFERENT = frozenset(
-    [
-        "axis_index",
-        "ppermute",
-        "reduce_scatter",
-        "reduce_scatter_start",
-        "unreduced_reduce_scatter",
-        "psum_scatter",
-        "all_to_all",
-        "ragged_all_to_all",
-        "pgather",
-        "spmd_split",
-    ]
-)
+_NAMES = """axis_index ppermute reduce_scatter reduce_scatter_start unreduced_reduce_scatter psum_scatter
+    all_to_all ragged_all_to_all pgather spmd_split"""
+_DIFFERENT = frozenset(_NAMES.split())
 # Those whose results differ whatever their operands are: nothing behind them is a reason.
 _ENDS = (EQUAL | GATHERS | _DIFFERENT) - {"ppermute"}
 _GATHERED = EQUAL | GATHERS | {"spmd_assert_equal"}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd.checker._report_equations import mixed_blocks, mixed_sum, nonlinear_use, scaled_by_different
-from spmd.checker._rounding import rounds
 from spmd.checker._state import NONE, State
+from spmd.checker._table import rounds
 
 Axes = frozenset[str]
 Linear = tuple[Axes, Axes, bool]

@@ -16,9 +16,8 @@ from jax.extend.core import Literal
 
 from spmd._jaxprs.walker import call_of, opened, shape_of
 from spmd.checker._calls import Call, call_around
-from spmd.checker._rounding import rounds
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
-from spmd.checker._table import TABLE
+from spmd.checker._table import TABLE, rounds
 from spmd.language import Layout
 
 

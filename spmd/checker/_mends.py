@@ -13,10 +13,9 @@ from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import shape_of
 from spmd.checker._calls import Call, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
-from spmd.checker._rounding import rounds
 from spmd.checker._state import Pending, State, axes_of_dim
-from spmd.checker._text import changed, text_of
-from spmd.checker._words import listed, marked, written
+from spmd.checker._table import rounds
+from spmd.checker._words import changed, listed, marked, text_of, written
 from spmd.comm._keywords import axes_in, keyword_for, works_along
 from spmd.errors import Fix, if_possible
 from spmd.language import Layout, Pattern, verb_for

@@ -462,14 +462,6 @@ def _put(fn: Any) -> Callable[..., Any]:
     return run
 
 
-def _transformed(eqn: Any, lead: int, x: Array) -> Array:
-    kind, sizes = str(eqn.params["fft_type"]).rpartition(".")[2].lower(), eqn.params["fft_lengths"]
-    axes = tuple(range(x.ndim - len(sizes), x.ndim))
-    run = {"fft": np.fft.fftn, "ifft": np.fft.ifftn, "rfft": np.fft.rfftn, "irfft": np.fft.irfftn}
-    names = {"0": "fft", "1": "ifft", "2": "rfft", "3": "irfft"}
-    return run[names.get(kind, kind)](x, sizes if "r" in names.get(kind, kind) else None, axes)
-
-
 def _threefry(one: Array, two: Array, x: Array, y: Array) -> list[Array]:
     """Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011)."""
     keys = (one, two, one ^ two ^ np.uint32(0x1BD11BDA))
@@ -549,7 +541,6 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "iota": _counted,
     "dot_general": _dot,
     "ragged_dot_general": _grouped,
-    "fft": _transformed,
     "threefry2x32": _each(_threefry),
     "stack": _stacked,
     "unstack": lambda eqn, lead, x: list(np.moveaxis(x, eqn.params["axis"] + lead, 0)),

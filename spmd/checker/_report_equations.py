@@ -19,8 +19,8 @@ from spmd.checker._mends import (
     sent_in_a_byte,
     summed_in,
 )
-from spmd.checker._rounding import rounds
 from spmd.checker._state import Dim, Pending, State, axes_of_dim
+from spmd.checker._table import rounds
 from spmd.checker._words import done_to_pieces, joined, listed, marked, named, pieces_of, reasons, where
 from spmd.errors import Fault, Fix
 

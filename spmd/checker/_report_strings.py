@@ -22,8 +22,7 @@ from spmd.checker._mends import (
     what_it_may_be,
 )
 from spmd.checker._state import STEP, Pending, State, axes_of_dim
-from spmd.checker._text import changed
-from spmd.checker._words import done_to_pieces, joined, listed, marked, pieces_of, reasons, shown_dims, written
+from spmd.checker._words import changed, done_to_pieces, joined, listed, marked, pieces_of, reasons, shown_dims, written
 from spmd.errors import Fault, Fix
 from spmd.language import Layout, verb_for
 

@@ -163,7 +163,7 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
             own.add(d)
             dims.append(dim if n == m else free(m))
             continue
-        block = _own_block(walk, operand, dim, m, start.table)
+        block = _own_block(walk, operand, d, start.table, m)
         if block is not None:
             own.add(d)
             dims.append(block[0])
@@ -178,20 +178,15 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
     return walk.counted(eqn, operands, [_made(walk, eqn, rest, dims, pieces, others)])
 
 
-def _own_block(walk: Engine, operand: State, dim: Dim, size: int, start: Any) -> tuple[Dim, Axes] | None:
-    """How this device's block of a dimension lies, and the axes that number the blocks; None where the start says
-    something else."""
-    axes = _starts(walk, start, size, size_of(dim))
-    (_, outer), *more = dim
-    if not axes or more or outer is HIDDEN or outer is FREE:
+def _own_block(walk: Engine, operand: State, d: int, starts: Any, length: int = 1) -> tuple[Dim, Axes] | None:
+    """How this device's block of a dimension lies, and the axes that number the blocks; None where other rows are
+    taken from the starts on."""
+    (_, outer), *more = operand.dims[d]
+    axes = None if starts is None else tables.rows_of(starts, size_of(operand.dims[d]), walk.sizes, length)
+    if axes is None or more or outer is HIDDEN or outer is FREE:
         return None
+    size = math.prod(starts.shape) * length
     return normal([(size, (*outer, *axes))]) if operand.axes.isdisjoint(axes) else hidden(size), axes
-
-
-def _starts(walk: Engine, table: Any, size: int, whole: int) -> Axes | None:
-    """The axes of which each device takes its own block of the whole."""
-    axes = None if table is None else tables.starts_of(table, size, walk.sizes)
-    return axes if axes and size * math.prod(walk.sizes[a] for a in axes) == whole else None
 
 
 def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -205,37 +200,25 @@ def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 # --- indices ----------------------------------------------------------------------------------------------------
 
 
-def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any, before: Sequence[int]) -> list[Dim] | None:
+def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any) -> list[Dim] | None:
     """The dimensions of the indices, if they pick from one dimension all elements in order, or this device's block."""
     if len(numbers.start_index_map) != 1 or indices.table is None:
         return None
-    [d] = numbers.start_index_map
-    dim, n = operand.dims[d], before[d]
-    axes = tables.rows_of(indices.table, n, walk.sizes)
-    if axes is None or len(dim) > 1 or dim[0][1] in (FREE, HIDDEN) or not operand.axes.isdisjoint(axes):
+    block = _own_block(walk, operand, numbers.start_index_map[0], indices.table)
+    long = [i for i, n in enumerate(indices.table.shape[:-1]) if block and n == size_of(block[0])]
+    if block is None or not long or block[0][0][1] is HIDDEN:
         return None
-    size = math.prod(indices.table.shape)
-    long = [i for i, m in enumerate(indices.table.shape[:-1]) if m == size]
-    if not long:
-        return None
-    dims = [free(m) for m in indices.table.shape[:-1]]
-    dims[long[0]] = normal([(size, (*dim[0][1], *axes))])
-    return dims
+    return [block[0] if i == long[0] else free(n) for i, n in enumerate(indices.table.shape[:-1])]
 
 
 def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[int, tuple[Dim, Axes]]:
     """The dimensions of which the picked window is this device's block: how they lie, and the axes."""
     if indices.table is None or math.prod(indices.table.shape[:-1]) != 1:
         return {}
-    starts = indices.table
-    while len(starts.shape) > 1:
-        starts = tables.row_of(starts, 0)
-    numbers, found = eqn.params["dimension_numbers"], {}
-    for k, d in enumerate(numbers.start_index_map):
-        block = _own_block(walk, operand, operand.dims[d], eqn.params["slice_sizes"][d], tables.row_of(starts, k))
-        if block is not None:
-            found[d] = block
-    return found
+    numbers, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    starts = ((d, tables.column_of(indices.table, k)) for k, d in enumerate(numbers.start_index_map))
+    found = {d: _own_block(walk, operand, d, start, sizes[d]) for d, start in starts}
+    return {d: block for d, block in found.items() if block is not None}
 
 
 def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
@@ -245,7 +228,7 @@ def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     before, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     batching = tuple(getattr(numbers, "operand_batching_dims", ()))
     window = [d for d in range(len(before)) if d not in numbers.collapsed_slice_dims and d not in batching]
-    own = _own_rows(walk, operand, indices, numbers, before)
+    own = _own_rows(walk, operand, indices, numbers)
     blocks = _own_window(walk, eqn, operand, indices)
     rows = list(indices.dims[:-1] if own is None else own)
     for d, i in zip(batching, getattr(numbers, "start_indices_batching_dims", ()), strict=True):

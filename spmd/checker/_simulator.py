@@ -18,6 +18,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, shape_of, walk
+from spmd._trees.leaves import is_key_type
 from spmd.checker._primitives import Array, NotSimulated, compute, generator, wide_dtype
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
@@ -59,21 +60,26 @@ class Parted(NotSimulated):
         self.fault = fault
 
 
-def simulate(jaxpr: Any, args: Sequence[Array], most: int) -> tuple[list[Array], list[Fault]]:
+def simulate(
+    jaxpr: Any, args: Sequence[Array], most: int, noise: float | None = None
+) -> tuple[list[Array], list[Fault]]:
     """The results of a whole program, and what went wrong on the way.
 
     Args:
       jaxpr: The closed jaxpr of the program.
       args: Its inputs, held as `wide_dtype` says, keys as their words.
       most: How many numbers may be computed.
+      noise: A number between 0 and 1 that stands in for each random one, so that none depends on the mesh.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
       Parted: If devices part before a collective.
     """
     machine = Simulator(most)
+    machine.noise = noise
     with _arithmetic():
         outs = walk(jaxpr, [np.asarray(x) for x in args], machine)
+    machine.read(outs)
     return outs, machine.faults
 
 
@@ -106,6 +112,9 @@ class Simulator(Domain):
       sizes: The mesh axes that are in front of values where the walk is.
       faults: What went wrong.
       generators: For each type of keys that was met, what makes numbers of them.
+      noise: What stands in for each random number, if something does.
+      apart: Copies that are not equal, which have left a body: what each device holds, the spec, and the fault that it
+        is to read them as one array. Another body may take them as they are: JAX hands on what a derivative keeps so.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -115,6 +124,8 @@ class Simulator(Domain):
         self.sizes: dict[str, int] = {}
         self.faults: list[Fault] = []
         self.generators: dict[Any, Any] = {}
+        self.noise: float | None = None
+        self.apart: dict[int, tuple[Array, Array, Any, Fault]] = {}
         self._left = most
 
     @property
@@ -130,6 +141,8 @@ class Simulator(Domain):
     def step(self, eqn: Any, operands: Sequence[Array]) -> list[Array]:
         if not eqn.outvars:
             return []
+        if self.apart:
+            self.read(operands)
         self._spend(eqn)
         given = [
             x if x.dtype == (kind := wide_dtype(v.aval.dtype)) else x.astype(kind)
@@ -138,7 +151,16 @@ class Simulator(Domain):
         ]
         if len(given) < len(operands) or any(not hasattr(v.aval, "dtype") for v in eqn.outvars):
             raise NotSimulated(f"{eqn.primitive.name} works on a reference")
+        keys = [any(is_key_type(v.aval.dtype) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
+        if self.noise is not None and keys == [True, False]:
+            return [_alike(self, eqn, operands[0], self.noise)]
         return compute(eqn, self.lead, given, self.generators)
+
+    def read(self, values: Sequence[Array]) -> None:
+        """Report those of these arrays that are not equal on all devices that hold them."""
+        for x in values:
+            if (held := self.apart.get(id(x))) is not None and held[-1] not in self.faults:
+                self.faults.append(held[-1])
 
     def unread(self, eqn: Any, operands: Sequence[Array]) -> Sequence[Array]:
         raise NotSimulated(f"{eqn.primitive.name} runs code that is not JAX's")
@@ -199,6 +221,10 @@ class Simulator(Domain):
         given = [x.reshape(x.shape[: len(before)] + (1,) * len(own) + x.shape[len(before) :]) for x in operands]
         self.sizes = {**before, **own}
         for i, (spec, var) in enumerate(zip(eqn.params["in_specs"], eqn.invars, strict=True)):
+            if (held := self.apart.get(id(operands[i]))) is not None and held[2] == (spec, own):
+                given[i] = held[1]
+                continue
+            self.read([operands[i]])
             for dim, axes in enumerate(_compat.partitions(spec, len(shape_of(var)))):
                 given[i] = self.cut(given[i], axes_tuple(axes or ()), dim) if axes else given[i]
         outs = self.run(eqn, part, given)
@@ -213,17 +239,19 @@ class Simulator(Domain):
             x = self.full(x, [axis]).sum(self.place(axis), keepdims=True)
         for dim, axes in enumerate(_compat.partitions(spec, rank)):
             x = self.joined(x, axes_tuple(axes or ()), dim) if axes else x
-        differ = []
+        differ, held = [], x
         for axis in own:
             at = self.place(axis)
             first = x.take([0], at)
             if x.shape[at] > 1 and not same_numbers(x, np.broadcast_to(first, x.shape)):
                 differ.append(axis)
             x = first
-        if differ:
-            self.faults.append(Fault("copies", eqn, tuple(self.callers), tuple(differ), index))
         front = len(self.sizes) - len(own)
-        return x.reshape(x.shape[:front] + x.shape[front + len(own) :])
+        out = x.reshape(x.shape[:front] + x.shape[front + len(own) :])
+        if differ:
+            fault = Fault("copies", eqn, tuple(self.callers), tuple(differ), index)
+            self.apart[id(out)] = out, held, (spec, own), fault
+        return out
 
     # --- loops and branches -----------------------------------------------------------------------------------
 
@@ -235,6 +263,7 @@ class Simulator(Domain):
         first = len(given) - sum(body.sliced) - count
         carry = [x for x, _ in given[first : first + count]]
         made: list[list[Array]] = []
+        self.read([x for x, sliced in given if sliced])
         for at in range(length)[:: -1 if eqn.params["reverse"] else 1]:
             rows = [x.take(at, self.lead) if sliced else x for x, sliced in given]
             outs = self.run(eqn, body, [*rows[:first], *carry, *rows[first + count :]])
@@ -247,6 +276,7 @@ class Simulator(Domain):
         ]
 
     def _stack(self, var: Any, rows: Sequence[Array]) -> Array:
+        self.read(rows)
         if not rows:
             return np.zeros((1,) * self.lead + shape_of(var), wide_dtype(var.aval.dtype))
         front = np.broadcast_shapes(*(x.shape for x in rows))
@@ -279,6 +309,7 @@ class Simulator(Domain):
 
     def _where(self, chosen: Array, new: Array, old: Array) -> Array:
         rank = new.ndim - chosen.ndim
+        self.read([new, old])
         return np.where(chosen.reshape(chosen.shape + (1,) * rank), new, old) if not chosen.all() else new
 
     def _check_together(self, eqn: Any, decision: Array) -> None:
@@ -442,6 +473,8 @@ def _ragged(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
 def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
     """Numbers, or other keys, made of keys: the generator's own steps, traced and interpreted."""
     p = eqn.params
+    if machine.noise is not None and eqn.primitive.name != "random_seed":
+        return [_alike(machine, eqn, operands[0], machine.noise)]
     known = eqn.params.get("impl") or generator(eqn.invars[0].aval.dtype, machine.generators)
     run: Any = {
         "random_bits": lambda key: known.random_bits(key, p["bit_width"], p["shape"]),
@@ -460,6 +493,17 @@ def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
 
     structs = [jax.ShapeDtypeStruct(x.shape[machine.lead :], x.dtype) for x in operands]
     return walk(jax.make_jaxpr(each)(*structs), operands, machine)
+
+
+def _alike(machine: Simulator, eqn: Any, key: Array, noise: float) -> Array:
+    """One number in place of all that are made of a key, and that key in place of other keys."""
+    [out] = eqn.outvars
+    if not is_key_type(out.aval.dtype):
+        number = noise * 2.0 ** eqn.params["bit_width"] if eqn.primitive.name == "random_bits" else noise
+        return np.full((1,) * machine.lead + shape_of(out), number).astype(wide_dtype(out.aval.dtype))
+    inner, rank = shape_of(eqn.invars[0]), len(shape_of(out))
+    spread = key.reshape((*key.shape[:-1], *(1,) * (rank - len(inner)), key.shape[-1]))
+    return np.broadcast_to(spread, (*key.shape[: machine.lead], *shape_of(out), key.shape[-1]))
 
 
 def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:

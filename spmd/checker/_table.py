@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jax import numpy as jnp
+
 from spmd._jaxprs.walker import shape_of
 from spmd.checker._state import UNREAD
 
@@ -286,6 +289,16 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, rang
             else:
                 right, j = right * new[j], j + 1
         yield range(first, min(i, len(old))), range(begin, min(j, len(new)))
+
+
+def rounds(eqn: Any) -> bool:
+    """Whether a conversion or a quotient rounds to whole numbers, or drops some of their bits."""
+    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if eqn.primitive.name == "div":
+        return not jnp.issubdtype(target, np.inexact)
+    if jnp.issubdtype(source, np.integer) and jnp.issubdtype(target, np.integer):
+        return jnp.iinfo(target).bits < jnp.iinfo(source).bits
+    return not jnp.issubdtype(target, np.inexact)
 
 
 # --- the table --------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 `axis_index("dp") * 4 + arange(4)` is another array on each device, and a known one: a `Table`. The simulator computes
 what an equation makes of tables. Tables that are blocks of one whole array have a layout (`blocks_of`). A slice that
-starts at one has one too (`starts_of`). Values that come from data have no table, and large ones have none either.
+starts at one has one too (`rows_of`). Values that come from data have no table, and large ones have none either.
 """
 
 from __future__ import annotations
@@ -135,9 +135,9 @@ def is_alike(table: Table) -> bool:
     return bool((each == each[..., :1]).all())
 
 
-def row_of(table: Table, at: int) -> Table:
-    """One row of an array: `x[at]`."""
-    return Table(table.axes, table.values.take(at, len(table.axes)))
+def column_of(table: Table, at: int) -> Table:
+    """One column of an array: `x[..., at]`."""
+    return Table(table.axes, table.values[..., at])
 
 
 def by_rounds(table: Table | np.ndarray, axis: str) -> Table | None:
@@ -200,39 +200,26 @@ def blocks_of(table: Table, sizes: Sizes) -> tuple[tuple[str, ...], ...] | None:
     return tuple(tuple(block or ()) for block in blocks)
 
 
-def starts_of(table: Table, size: int, sizes: Sizes) -> tuple[str, ...] | None:
-    """The axes, major one first, of which the starts number the blocks: `size` times the block's index.
+def rows_of(table: Table, whole: int, sizes: Sizes, length: int = 1) -> tuple[str, ...] | None:
+    """The axes of which each device takes its own block of `whole` rows.
 
     Args:
-      table: Where each device starts, a scalar.
-      size: How long its block is.
-      sizes: The sizes of the mesh axes.
-
-    Returns:
-      The axes, which divide a dimension of `size` times their devices. None if the starts are others.
-    """
-    found = None if table.shape else _strides(table)
-    if found is None or found[0] != 0:
-        return None
-    axes = _axes_from(dict(zip(table.axes, found[1], strict=True)), size, sizes)
-    return tuple(axes) if axes is not None and len(axes) == len(table.axes) else None
-
-
-def rows_of(table: Table, whole: int, sizes: Sizes) -> tuple[str, ...] | None:
-    """The axes that divide the rows which a `take` of `whole` rows gives, if each device takes its own block.
-
-    Args:
-      table: The rows that each device takes, `offset + arange`; further dimensions have size 1.
+      table: Where each device begins to take rows: one place, or as many as it takes single rows.
       whole: How many rows there are.
       sizes: The sizes of the mesh axes.
+      length: How many rows it takes from each place on.
 
     Returns:
       The axes, major one first. None if other rows are taken, or not all of them.
     """
-    found, size, lead = _strides(table), math.prod(table.shape), len(table.axes)
-    if found is None or any(step != 1 for step, n in zip(found[1][lead:], table.shape, strict=True) if n > 1):
+    lead = len(table.axes)
+    values = table.values.reshape(*table.values.shape[:lead], -1, 1) + np.arange(length)
+    rows = values.shape[lead] * length
+    found = _strides(Table(table.axes, values.reshape(*values.shape[:lead], rows)))
+    several = [n for n in (*table.shape, length) if n > 1]
+    if found is None or found[0] != 0 or len(several) > 1 or (several and found[1][-1] != 1):
         return None
-    if sum(n > 1 for n in table.shape) > 1:
+    axes = _axes_from(dict(zip(table.axes, found[1], strict=False)), rows, sizes)
+    if axes is None or len(axes) < lead or rows * math.prod(sizes[axis] for axis in axes) != whole:
         return None
-    axes = starts_of(Table(table.axes, table.values.reshape(*table.values.shape[:lead], -1)[..., 0]), size, sizes)
-    return axes if axes is not None and size * math.prod(sizes[axis] for axis in axes) == whole else None
+    return tuple(axes)

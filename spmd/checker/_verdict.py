@@ -39,7 +39,7 @@ class Verdict:
     | kind | means |
     |---|---|
     | `proved` | types follow every value to the results, and numbers agree |
-    | `tested` | types lose a value (`reasons` has the lines), and numbers agree |
+    | `tested` | types lose a value (`reasons` has the lines), or numbers are random; and numbers agree |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
     | `not tested` | there are no findings, and numbers could not be compared |
@@ -74,7 +74,7 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
     lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
-    return Verdict("tested" if unknown else "proved", [_compared(trial), *lost])
+    return Verdict("tested" if unknown or trial.quiet else "proved", [_compared(trial), *lost])
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -85,7 +85,8 @@ def _compared(trial: Trial) -> str:
     what = "results and gradients" if trial.gradients else "results"
     are = "differ from" if trial.wrong else "are"
     whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
-    return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}"
+    quiet = ", with one number in place of all random ones, which depend on the mesh" if trial.quiet else ""
+    return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}{quiet}"
 
 
 def confirmed(
@@ -170,7 +171,8 @@ def _of_fault(fault: Broken, name: str, on: str) -> Finding:
 
 
 def but_for_noise(trial: Trial, walk: Engine) -> Trial:
-    """The same trial, if no device draws random numbers for its own block: then what differs may be these numbers.
+    """The same trial, if no device draws random numbers for its own block; else one without random numbers, as what
+    differs may be these.
 
     Numbers by a key that is folded with `axis_index` depend on the mesh by intent, where they are a block's along each
     axis that divides the data. Those for copies of the same, and one for a whole block, are a mistake like any other.
@@ -192,7 +194,9 @@ def but_for_noise(trial: Trial, walk: Engine) -> Trial:
                 return trial
     if not folded or folded != {axis for axis, _ in blocks}:
         return trial
-    return Trial(trial.sizes, why="its random numbers depend on the mesh, because a key is folded with axis_index")
+    quiet = trial.quieted() if trial.quieted else trial
+    depend = "its random numbers depend on the mesh, because a key is folded with axis_index"
+    return quiet if quiet.quiet else Trial(trial.sizes, why=depend)
 
 
 def unknown_lines(walk: Engine, jaxpr: Any) -> list[str]:

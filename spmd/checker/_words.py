@@ -1,15 +1,15 @@
-"""Words that the messages share: places, reasons, lists."""
+"""Words that the messages share: places, reasons, lists, and layouts as the user would write them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from spmd._jaxprs.lines import line_of
 from spmd.checker._history import Origin
 from spmd.checker._state import HIDDEN, Pending, State, axes_of_dim
-from spmd.checker._text import text_of
-from spmd.language import Layout
+from spmd.language import Atom, Layout
 
 _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
 
@@ -86,6 +86,42 @@ def shown_dims(state: State) -> str:
         dims.append("?" if unknown else parts[0] if len(parts) == 1 else f"({' '.join(parts)})")
     marks = f" {marked(sorted(state.partial))}" if state.partial else ""
     return (" ".join(dims) or "scalar") + marks
+
+
+def text_of(layout: Layout, given: Layout, call: str) -> str:
+    """The text of `layout`, which is the layout `given` in `call`, or that one changed.
+
+    A resolved layout says `/1` wherever nothing divides. That is noise, except where a mapping is in force:
+    then some name of the call is divided without a slash, and a bare name in a fix would be divided too.
+    """
+    written = all("/".join((atom.name, *atom.axes)) in call for atom in given.atoms if atom.axes)
+    return layout.short if written else str(layout)
+
+
+def changed(
+    layout: Layout,
+    *,
+    drop: Iterable[str] = (),
+    add: str | None = None,
+    unreduced: Iterable[str] | None = None,
+) -> Layout:
+    """`layout` without some axes in its dims, with one more on its first dim, or with other `{U:}` marks."""
+    gone = set(drop)
+    dims = []
+    for dim in layout.without_brackets().dims:
+        atoms = tuple(replace(a, axes=tuple(x for x in a.axes or () if x not in gone)) for a in dim.atoms)
+        if add is not None and atoms:
+            atoms = (replace(atoms[0], axes=(*(atoms[0].axes or ()), add)), *atoms[1:])
+            add = None
+        dims.append(replace(dim, atoms=_leading(atoms)))
+    marks = layout.unreduced if unreduced is None else tuple(sorted(unreduced))
+    return Layout.from_dims(tuple(dims), unreduced=marks, reduced=layout.reduced)
+
+
+def _leading(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
+    """The factors of a dimension, divided on the leading ones only: another one behind a whole factor is whole too."""
+    whole = next((i for i, one in enumerate(atoms) if not one.axes), len(atoms))
+    return (*atoms[:whole], *(replace(one, axes=()) if one.axes else one for one in atoms[whole:]))
 
 
 def written(eqn: Any, layout: Layout) -> str:

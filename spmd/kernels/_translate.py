@@ -104,6 +104,11 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
     if fact.kind == "axis":
         unknown = (axis for axis in jax_errors.named_axes(error) if axis not in frame.axis_names)
         return _unbound(fact.axis or next(unknown, None), got, shown, frame)
+    if fact.kind in ("carry", "branches") and jax_errors.made_by_library(error):
+        what = {"carry": "a loop", "branches": "branches"}[fact.kind]
+        rule = f"the function called here has {what} that JAX refuses where values vary along a mesh axis."
+        advice = 'spmd.opaque(fn, "in -> out") around it, with the layouts of its arguments and results'
+        return ReplicationError(rule, **shown, got=[*got, frame.describe()], advice=advice)
     if fact.kind == "carry":
         return _carry(fact.carries, got, shown, frame)
     if fact.kind == "branches":

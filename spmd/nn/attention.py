@@ -380,8 +380,10 @@ def multi_head_attention(
 
 def _kernel_for(q: Any, implementation: str | None) -> str | None:
     """The implementation to use here: without a GPU plain einsums have cuDNN's numbers, and in plans its kernel."""
-    if implementation != "cudnn" or not _compat.runs_on_gpu():
-        return None if implementation == "cudnn" else implementation
+    if implementation != "cudnn":
+        return implementation
+    if not _compat.runs_on_gpu():
+        return None
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         rule = f"cuDNN's attention is for bfloat16 and float16, and these queries are {q.dtype}."
         raise LayoutError(rule, call="dot_product_attention(q, k, v, ...)", fix="implementation=None")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import jax
@@ -10,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from spmd import einsum
-from spmd.modes import try_frame
+from spmd.modes import current_frame
 
 
 def wide(x: Any) -> Any:
@@ -26,10 +25,10 @@ def wide_einsum(x: Any, y: Any, pattern: str, **names: Any) -> jax.Array:
     """
     if not x.dtype == y.dtype == jnp.bfloat16:
         return einsum(x, y, pattern, preferred_element_type=wide(x), **names)
-    frame = try_frame()  # that of the kernel: JAX may ask for a slope long after its body
+    frame = current_frame("spmd.einsum")  # that of the kernel: JAX may ask for a slope long after its body
 
     def multiplied(x: Any, y: Any, dtype: Any = None) -> jax.Array:
-        with contextlib.nullcontext() if frame is None else frame.enter():
+        with frame.enter():
             return einsum(x, y, pattern, preferred_element_type=dtype, **names)
 
     @jax.custom_jvp
@@ -38,15 +37,12 @@ def wide_einsum(x: Any, y: Any, pattern: str, **names: Any) -> jax.Array:
 
     def slope(primals: tuple[Any, Any], tangents: tuple[Any, Any]) -> tuple[jax.Array, jax.Array]:
         (x, y), (dx, dy) = primals, tangents
-        terms = [multiplied(*pair) for pair in ((dx, y), (x, dy)) if not _has_zero(pair)]
+        is_zero = lambda pair: any(isinstance(one, SymbolicZero) for one in pair)
+        terms = [multiplied(*pair) for pair in ((dx, y), (x, dy)) if not is_zero(pair)]
         return product(x, y), sum(terms[1:], start=terms[0]).astype(wide(x))
 
     product.defjvp(slope, symbolic_zeros=True)
     return product(x, y)
-
-
-def _has_zero(pair: tuple[Any, Any]) -> bool:
-    return any(isinstance(one, SymbolicZero) for one in pair)
 
 
 # --- the rank of what is combined with larger arrays ------------------------------------------------------------------

@@ -161,10 +161,10 @@ def _contractions(n: int, mapped: Any, *args: Any) -> tuple[Any, bool]:
     return _ragged_sums(x, y, counts).reshape(n, -1, x.shape[-1], y.shape[-1]), True
 
 
-for one in (_ragged, _product):
-    one.def_vmap(_products)
-for one in (_ragged_sums, _contraction):
-    one.def_vmap(_contractions)
+_ragged.def_vmap(_products)
+_product.def_vmap(_products)
+_ragged_sums.def_vmap(_contractions)
+_contraction.def_vmap(_contractions)
 
 
 def _flat(n: int, mapped: Any, args: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What the engine does with every entry of the table: agreement, short cuts, loops and decisions."""
+"""What the engine does with every entry of the table: agreement, and short cuts."""
 
 from __future__ import annotations
 
@@ -176,37 +176,6 @@ def test_each_mistake_is_told_once():
     assert found.kinds == ["disagree"] and "dp" in found.states[0].axes
 
 
-def total(x):
-    return lax.scan(lambda c, r: (c + r, None), varying(jnp.zeros(x.shape[1])), varying(x))[0]
-
-
-LOOPS = {
-    "rows that are put together again": (lambda x: lax.scan(lambda c, r: (c, jnp.sin(r)), 0.0, x)[1], {"a/dp b": True}),
-    "a carry through a piece": (total, {"a/dp b": False}),
-    "a carry through a whole": (total, {"a b/tp": True}),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_loops_over_a_divided_dimension(name):
-    body, [(layout, known)] = LOOPS[name][0], list(LOOPS[name][1].items())
-    found = seen(body, layout, args=(X,))
-    assert found.agree() == known and found.kinds == []
-    assert known or "recurrence" in {p.kind for p in found.states[0].pending}
-
-
-@pytest.mark.parametrize("axis", AXES)
-def test_a_decision_of_a_piece_divides_what_it_decides(axis):
-    """Branches that differ along an axis may meet collectives of other axes only."""
-
-    def body(x, w):
-        return lax.cond((x > 0).any(), lambda: w * lax.pmax(w.sum(), axis), lambda: w)
-
-    found = seen(body, "a/dp b", "a b", args=(X, W))
-    assert found.kinds == (["divergent"] if axis == "dp" else [])
-    assert "dp" in found.states[0].axes and "tp" not in found.states[0].axes
-
-
 @pytest.mark.parametrize(
     "along", [lambda x: lax.sort(x, dimension=1), lambda x: lax.cumsum(x, 1)], ids=["sort", "cumsum"]
 )
@@ -216,12 +185,6 @@ def test_what_is_constant_along_a_part_of_a_dimension_is_not_after_a_walk_along_
     before, after = seen(lambda x: (copies(x), along(copies(x))), "a/dp b", args=[x]).states
     assert FREE in [axes for _, axes in before.dims[1]]
     assert FREE not in [axes for _, axes in after.dims[1]]
-
-
-def test_a_mistake_in_the_first_round_of_a_loop_is_told():
-    """From the second round on the carry is unknown, because of it."""
-    found = seen(lambda x: lax.fori_loop(0, 3, lambda _, c: jnp.tanh(c), x.sum(0)), "a/dp b", args=[X])
-    assert found.kinds == ["nonlinear"]
 
 
 @pytest.mark.parametrize(

@@ -254,16 +254,54 @@ def dropout(key, x):
 
 
 def test_noise_of_each_device_depends_on_the_mesh_by_intent():
-    """As the message about equal noise advises. A mistake of types beside it is still one."""
+    """As the message about equal noise advises. Mistakes beside it are found with one number in place of all."""
     rows = jax.ShapeDtypeStruct((8, 3), "float32")
     body = kernel("k, b/dp d -> b/dp d", lambda key, x: dropout(jax.random.wrap_key_data(key), x))
     words = jax.ShapeDtypeStruct((2,), "uint32")
     told = spmd.check(body, words, rows)
-    assert not told and str(told.verdict).startswith("no findings: not tested. its random numbers depend on the mesh")
+    assert not told and told.verdict.kind == "tested"
+    assert "with one number in place of all random ones, which depend on the mesh" in str(told.verdict)
     assert np.isfinite(body(jnp.array([0, 7], jnp.uint32), jnp.ones((8, 3)))).all()
     summed = kernel("k, b/dp d -> d", lambda key, x: dropout(jax.random.wrap_key_data(key), x).sum(0))
     [finding] = spmd.check(summed, words, rows)
     assert finding.kind == "layout" and finding.certain
+    mean = lambda key, x: lax.psum(dropout(jax.random.wrap_key_data(key), x).mean(), "dp")
+    [finding] = spmd.check(kernel("k, b/dp d -> scalar", mean), words, rows)
+    assert finding.kind == "numbers" and "4 times too large" in str(finding)
+
+
+OWN = lambda: jax.random.fold_in(jax.random.key(3), lax.axis_index("dp"))
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda x: jax.random.gamma(OWN(), 2.0, x.shape),
+        lambda x: jax.random.normal(jax.random.split(OWN(), 3)[1], x.shape),
+        lambda x: jax.random.categorical(OWN(), x)[:, None].astype(x.dtype),
+        lambda x: jax.vmap(lambda key: jax.random.normal(key, (3,)))(jax.random.split(OWN(), x.shape[0])),
+        lambda x: jax.random.randint(OWN(), x.shape, 2, 9).astype(x.dtype),
+    ],
+)
+def test_any_noise_of_each_device_is_told_from_a_mistake(noise):
+    rows = jax.ShapeDtypeStruct((8, 3), "float32")
+    right = kernel("b/dp d -> b/dp d", lambda x: x * noise(x))
+    wrong = kernel("b/dp d -> b/dp d", lambda x: x * noise(x) / x.shape[0])
+    assert spmd.check(right, rows).verdict.kind == "tested"
+    assert [one.kind for one in spmd.check(wrong, rows)] == ["numbers"]
+
+
+def test_types_that_are_hidden_are_not_a_mistake():
+    """What a derivative keeps of opaque code differs, and JAX is not told."""
+    rows = jax.ShapeDtypeStruct((8,), "float32")
+    for fn in (jnp.exp, lambda x: jax.scipy.special.expi(x**2 + 0.1)):
+        told = spmd.check(kernel("b/dp -> b/dp", lambda x, fn=fn: spmd.opaque(fn, "b/dp -> b/dp")(x)), rows)
+        assert not told and "results and gradients are those of one device" in str(told.verdict)
+    summed = kernel(
+        "b/dp -> scalar",
+        lambda x: lax.psum(spmd.opaque(lambda x: jnp.sin(x).mean()[None], "b/dp -> one/dp")(x)[0], "dp"),
+    )
+    assert [one.kind for one in spmd.check(summed, rows)] == ["numbers"]
 
 
 def test_the_arguments_themselves_are_compared_too():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd.checker._rounding import rounds
+from spmd.checker._table import rounds
 from tests.sampler import share
 
 DTYPES = ["float32", "bfloat16", "int8", "int16", "int32", "uint8", "complex64"]

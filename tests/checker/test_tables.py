@@ -190,7 +190,8 @@ STARTS: list[tuple[Callable[[], Any], Any]] = [
 @pytest.mark.parametrize("case", range(len(STARTS)))
 def test_starts_of_blocks(case: int) -> None:
     body, expected = STARTS[case]
-    assert tables.starts_of(table_of(body, MESH), 3, MESH) == expected
+    whole = 3 * math.prod(MESH[axis] for axis in (("b",) if expected is None else expected))
+    assert tables.rows_of(table_of(body, MESH), whole, MESH, 3) == expected
 
 
 ROWS: list[tuple[Callable[[], Any], Any]] = [
@@ -229,7 +230,7 @@ def test_the_starts_that_plain_indexing_makes_are_seen() -> None:
     class Starts(Tables):
         def step(self, eqn: Any, operands: Any) -> Any:
             if eqn.primitive.name == "dynamic_slice":
-                seen.extend(tables.starts_of(start, 3, MESH) for start in operands[1:2])
+                seen.extend(tables.rows_of(start, 12, MESH, 3) for start in operands[1:2])
             return super().step(eqn, operands)
 
     [eqn] = [eqn for eqn in equations(traced) if eqn.primitive.name == "shard_map"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -206,5 +207,7 @@ def test_noise_of_each_device_is_meant_for_its_own_block(axes, shape, meant):
     wrong = Trial(dict(mesh.shape), (Difference((), "", ""),))
     left = but_for_noise(wrong, walk)
     assert left.why.startswith("its random numbers depend on the mesh") if meant else left is wrong
+    quiet = Trial(dict(mesh.shape), quiet=True)
+    assert (but_for_noise(replace(wrong, quieted=lambda: quiet), walk) is quiet) == meant
     agrees = Trial(dict(mesh.shape))
     assert but_for_noise(agrees, walk) is agrees

@@ -1,10 +1,14 @@
-"""The words that messages share."""
+"""The words that messages share. A layout that is printed to be pasted says what was meant, with and without a mapping."""
 
 from __future__ import annotations
 
+import pytest
+
 from spmd.checker._history import Origin
 from spmd.checker._state import HIDDEN, Pending, State
-from spmd.checker._words import describe, done_to_pieces, joined, listed, marked, named, shown_dims
+from spmd.checker._words import changed, describe, done_to_pieces, joined, listed, marked, named, shown_dims, text_of
+from spmd.language import Layout
+from tests.sampler import Sampler, seeds
 
 
 def test_lists() -> None:
@@ -23,3 +27,38 @@ def test_primitives_have_the_names_that_users_know() -> None:
     assert describe(Origin("input", "tp", "argument x")) == "made from argument x"
     pending = [Pending("max", "tp", 0), Pending("sort", "dp", 1)]
     assert done_to_pieces(pending) == "a maximum and a sort were done on each device's own piece along tp and dp"
+
+
+MESH = {"dp": 2, "tp": 2, "cp": 2}
+
+
+@pytest.mark.parametrize("seed", seeds(times=3))
+def test_a_changed_layout_says_what_was_changed(seed):
+    sampler = Sampler(seed)
+    layout = Layout(sampler.layout("a b c", MESH, unreduced=True))
+    drop = {axis for axis in MESH if sampler.rng.random() < 0.4}
+    other = changed(layout, drop=drop)
+    axes = lambda one: [atom.axes or () for atom in one.atoms]
+    assert axes(other) == [tuple(a for a in had if a not in drop) for had in axes(layout)]
+    assert other.names == layout.names and other.unreduced == layout.unreduced
+    [first, *rest] = axes(changed(layout, add="ep"))
+    assert first == (*axes(layout)[0], "ep") and rest == axes(layout)[1:]
+    assert changed(layout, drop=MESH, unreduced=["tp", "dp"]).unreduced == ("dp", "tp")
+    assert Layout(text_of(layout, layout, str(layout))) == layout, "it reads back"
+
+
+def test_a_factor_behind_a_whole_one_is_whole():
+    assert changed(Layout("(a/dp b/tp) c/cp"), drop=["dp"]).short == "(a b) c/cp"
+    assert changed(Layout("(a/dp b/tp) c/cp"), drop=["tp"]).short == "(a b)/dp c/cp"
+
+
+def test_brackets_are_not_kept():
+    assert changed(Layout("[a/tp] b")).short == "a/tp b"
+
+
+def test_with_a_mapping_every_name_says_what_divides_it():
+    """A bare name that is pasted would be divided by the mapping; without one the bare name is what people write."""
+    given = Layout("b s").resolve({"b": ("dp",)})
+    assert text_of(given, given, 'psum(x, "b s")') == str(given) != given.short
+    plain = Layout("b/dp s")
+    assert text_of(plain, plain, 'psum(x, "b/dp s")') == "b/dp s"

@@ -98,7 +98,18 @@ def carry_of_another_type_fixed(mesh):
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), X.sum(0))
 
 
+# JAX's own loops and branches are mended around them, and not inside.
+OWN_LOOP = lambda x: jax.scipy.special.expi(x + 1)
+OWN_BRANCHES = lambda x: jax.scipy.special.spence(x + 1)
+
+
+def hidden(fn, mesh):
+    np.testing.assert_allclose(body(SAME, lambda x: spmd.opaque(fn, SAME)(x), mesh), fn(X), rtol=1e-5)
+
+
 bad(
+    loop_of_a_library=(lambda mesh: body(SAME, OWN_LOOP, mesh), lambda mesh: hidden(OWN_LOOP, mesh)),
+    branches_of_a_library=(lambda mesh: body(SAME, OWN_BRANCHES, mesh), lambda mesh: hidden(OWN_BRANCHES, mesh)),
     raw_collective_with_a_typo=lambda mesh: body("b/dp d -> b/dp d", lambda x: x + jax.lax.psum(x, "typo"), mesh),
     raw_collective_in_auto_mode=lambda mesh: spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(
         lambda x: x + jax.lax.psum(x.sum(), "dp")
