@@ -176,10 +176,10 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
             axes = differing[id(state)] = state.axes & own
         if not axes:
             return []
-        typed = _compat.varying_type(var.aval) | _compat.unreduced_type(var.aval)
-        return [a for a in walk.sizes if a in axes - typed]
+        left = axes - _compat.varying_type(var.aval)  # nearly always nothing
+        return [a for a in walk.sizes if a in left - _compat.unreduced_type(var.aval)] if left else []
 
-    if not any(map(mistyped, walk.known)):  # nearly always, and this is quick
+    if not any(map(mistyped, walk.known)):
         return
     for eqn in walker.equations(entry.params["jaxpr"]):
         wrong = [] if held(eqn) or eqn.primitive.name.startswith("spmd_") else [v for v in eqn.outvars if mistyped(v)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import jax.core
@@ -50,9 +49,6 @@ Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
 
 RANDOM = ("random_bits", "threefry2x32", "random_gamma", "rng_bit_generator")
 
-# These read what another equation wrote. A walk over values does not know when that was.
-OUTSIDE = frozenset(("get", "swap", "addupdate", "freeze", "ref_get", "ref_swap", "io_callback", "infeed", "recv"))
-
 # Larger constants are not looked at: reading them would cost more than the trace.
 LARGEST_CONSTANT = 1_000_000
 
@@ -98,6 +94,7 @@ class Engine(Domain):
         self._numbers: dict[int, int] = {}
         self.made_pending: list[tuple[Any, tuple[Any, ...]]] = []
         self._states: dict[State, State] = {}
+        self._literals: dict[Any, State] = {}
         self._memo: dict[Any, tuple[Sequence[State], list[State]]] = {}
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self._history: History | None = None
@@ -209,9 +206,13 @@ class Engine(Domain):
         return self.kept(State(tuple(hidden(n) for n in value.shape), partial, different))
 
     def literal(self, value: Any) -> State:
-        if np.ndim(value) or not hasattr(value, "dtype"):
+        if not hasattr(value, "dtype") or np.ndim(value):
             return self.kept(constant_state(value))
-        return self.kept(_number_state(value.dtype, value.item() if hasattr(value, "item") else value))
+        key = value.dtype, np.asarray(value).item()  # a program has few of them, many times
+        found = self._literals.get(key)
+        if found is None:
+            found = self._literals[key] = self.kept(constant_state(np.asarray(key[1], key[0])))
+        return found
 
     def join(self, one: State, other: State) -> State:
         return self.kept(join(one, other))
@@ -231,13 +232,14 @@ class Engine(Domain):
 
     def equation(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
         """Most equations are in the table. Those do not hold a jaxpr, so the walk need not look for one."""
-        return self.step(eqn, operands) if eqn.primitive.name in TABLE else super().equation(eqn, operands)
+        entry = TABLE.get(eqn.primitive.name)
+        return super().equation(eqn, operands) if entry is None else self._by_table(entry, eqn, operands)
 
     def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+        return self.unknown(eqn, operands)  # the table does not have it
+
+    def _by_table(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
         name = eqn.primitive.name
-        entry = TABLE.get(name)
-        if entry is None or name in OUTSIDE or not eqn.outvars:
-            return self.unknown(eqn, operands)
         same = _unchanged(operands) if entry.says == "elementwise" else None
         if same is not None:
             return [same]
@@ -493,12 +495,6 @@ def _left_out(eqn: Any, operands: Sequence[State]) -> frozenset[str]:
     masks = operands[:1] if chooses else operands if name == "mul" else ()
     whole = [one.table for one in masks if one.table is not None and one.table.axes and tables.is_alike(one.table)]
     return NONE.union(*(table.axes for table in whole if chooses or not table.values.all()))
-
-
-@lru_cache(maxsize=4096)
-def _number_state(dtype: Any, value: Any) -> State:
-    """The state of a literal. A program has few of them, many times."""
-    return constant_state(np.asarray(value, dtype))
 
 
 def constant_state(value: Any) -> State:
