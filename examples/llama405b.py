@@ -263,11 +263,11 @@ def build(mesh: Any, rows: int = 2048, length: int = 8192) -> tuple[Any, tuple[A
     """A training step, its arguments and a bound, for any mesh of some of the axes dp, fsdp, cp, tp and pp."""
     plan = Plan(*(mesh.shape.get(axis, 1) for axis in AXES), rows=rows, length=length)
     if rows % (plan.dp * plan.fsdp * plan.pp):
-        raise spmd.Impossible(f"dp, fsdp and pp divide {rows:,} rows of tokens.")
+        raise spmd.errors.Impossible(f"dp, fsdp and pp divide {rows:,} rows of tokens.")
     if SIZES["h"] % plan.tp:
-        raise spmd.Impossible("tp divides 128 heads.")
+        raise spmd.errors.Impossible("tp divides 128 heads.")
     if length % (2 * plan.cp * plan.tp):
-        raise spmd.Impossible(f"cp and tp divide {length:,} tokens of a row.")
+        raise spmd.errors.Impossible(f"cp and tp divide {length:,} tokens of a row.")
     model = transformer.Transformer(plan.config(), mesh)
     shapes = state_shapes(model.c.slots)
 

@@ -130,12 +130,12 @@ PARAMETERS = {
 
 def layouts(tree: Any) -> Any:
     """The layouts of the parameters, and of their gradients."""
-    return spmd.layouts(tree, PARAMETERS)
+    return spmd.match_layouts(tree, PARAMETERS)
 
 
 def state_layouts(tree: Any) -> Any:
     """The layouts of the training state: Adam's moments have the layouts of their parameters, by the same rules."""
-    return spmd.layouts(tree, {**PARAMETERS, "**/count": "scalar"})
+    return spmd.match_layouts(tree, {**PARAMETERS, "**/count": "scalar"})
 
 
 def new_parameters(key: jax.Array, c: Config) -> dict[str, Any]:

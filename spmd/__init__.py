@@ -12,7 +12,9 @@ from spmd._python.rooms import dir_of, no_such_name
 
 if TYPE_CHECKING:
     from spmd import (
+        accelerators,
         cluster,
+        errors,
         fft,
         haliax,
         inspect,
@@ -27,26 +29,12 @@ if TYPE_CHECKING:
         testing,
     )
     from spmd._topologies import topology_devices
-    from spmd._trees.matching import layouts
-    from spmd.accelerators import Hardware, Link, hardware
-    from spmd.checker import Finding, Findings
+    from spmd._trees.matching import match_layouts
     from spmd.comm import *
-    from spmd.drawing import Picture
-    from spmd.errors import (
-        CommunicationError,
-        Impossible,
-        LayoutError,
-        MeshError,
-        ModeError,
-        PlacementError,
-        ReplicationError,
-        SizeError,
-        SpmdError,
-    )
     from spmd.inspect._check import check
     from spmd.inspect._explanation import explain
     from spmd.inspect._picture import visualize
-    from spmd.kernels import Kernel, VmapWarning, kernel
+    from spmd.kernels import Kernel, kernel
     from spmd.language import AxisMapping, Layout, Pattern
     from spmd.mesh import make_mesh, use_cpu_devices
     from spmd.modes import axis_mapping, mode, scope
@@ -60,26 +48,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AxisMapping",
-    "CommunicationError",
-    "Finding",
-    "Findings",
-    "Hardware",
-    "Impossible",
     "Kernel",
     "Layout",
-    "LayoutError",
-    "Link",
-    "MeshError",
-    "ModeError",
     "Pattern",
-    "Picture",
-    "PlacementError",
-    "Plan",
-    "ReplicationError",
-    "SizeError",
-    "SpmdError",
-    "Step",
-    "VmapWarning",
+    "accelerators",
     "all_gather",
     "all_to_all",
     "annotate",
@@ -98,6 +70,7 @@ __all__ = [
     "debug_print",
     "defer",
     "einsum",
+    "errors",
     "exchange",
     "explain",
     "fft",
@@ -108,17 +81,16 @@ __all__ = [
     "fused",
     "grad",
     "haliax",
-    "hardware",
     "init",
     "inspect",
     "iota",
     "kernel",
-    "layouts",
     "linalg",
     "linspace",
     "local",
     "local_size",
     "make_mesh",
+    "match_layouts",
     "meanwhile",
     "meshgrid",
     "mode",
@@ -156,8 +128,8 @@ __all__ = [
     "take",
     "testing",
     "top_k",
-    "typeof",
     "topology_devices",
+    "typeof",
     "use_cpu_devices",
     "value_and_grad",
     "visualize",
@@ -174,7 +146,7 @@ _ROOMS = (
 _HOMES = {
     "check": "inspect._check",
     "explain": "inspect._explanation",
-    "layouts": "_trees.matching",
+    "match_layouts": "_trees.matching",
     "search": "searcher._search",
     "topology_devices": "_topologies",
     "visualize": "inspect._picture",

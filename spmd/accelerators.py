@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from spmd._python.rooms import open_room
 from spmd._trees.leaves import kind_of
 from spmd.errors import SpmdError, did_you_mean
 from spmd.language import check_axes
 
-__all__ = ["PRESETS", "Hardware", "Link", "hardware"]
+__all__ = ["Hardware", "Link", "hardware"]
+open_room(globals())
 
 # How a collective uses its links. Bytes are what one device sends: see `spmd.inspect.Collective`.
 _PASSES = {"all_gather": 1, "psum_scatter": 1, "psum": 2, "all_to_all": 1, "ragged_all_to_all": 1}
@@ -68,7 +70,7 @@ class Hardware:
 
     >>> import spmd
     >>> memory = {"hbm_bandwidth": 1e12, "hbm_bytes": 24e9}
-    >>> lan = spmd.Hardware("lab", {"float32": 80e12}, **memory, default=spmd.Link(1.25e9))
+    >>> lan = spmd.accelerators.Hardware("lab", {"float32": 80e12}, **memory, default=spmd.accelerators.Link(1.25e9))
     >>> f"{lan.collective_seconds('all_gather', 1e9, ('dp',), {'dp': 4}):.1f} s"
     '0.8 s'
     """
@@ -96,7 +98,7 @@ class Hardware:
         for what, link in (named if self.node is None else {**named, "node": self.node}).items():
             if not isinstance(link, Link):
                 rule = f"{what} is a Link, not {kind_of(link)}."
-                raise SpmdError(rule, call=call, advice="as in spmd.Link(bandwidth=50e9, latency=4e-6)")
+                raise SpmdError(rule, call=call, advice="as in spmd.accelerators.Link(bandwidth=50e9, latency=4e-6)")
 
     @classmethod
     def from_devices(cls, devices: Sequence[Any] | None = None) -> Hardware:
@@ -132,7 +134,7 @@ class Hardware:
             f"device_kind: {', '.join(map(repr, kinds)) or 'no devices'}",
             f"presets: {', '.join(map(repr, _PRESETS))}",
         ]
-        advice = "hardware=spmd.hardware(NAME), or your own spmd.Hardware(...)"
+        advice = "hardware=spmd.accelerators.hardware(NAME), or your own spmd.accelerators.Hardware(...)"
         raise SpmdError(rule, call="Hardware.from_devices()", got=got, advice=advice)
 
     def __hash__(self) -> int:
@@ -328,11 +330,11 @@ def hardware(which: str | Hardware) -> Hardware:
       the innermost of the mesh first, use the links between its GPUs. The others use one network port per GPU.
     - `"tpu-v4"`, `"tpu-v5e"`, `"tpu-v5p"`, `"tpu-v6e"`, `"ironwood"`: every mesh axis is one axis of the torus, wrapped
       around. For several slices, a slice is the node:
-      `dataclasses.replace(pod, node=pod.default, node_size=256, default=spmd.Link(6.25e9, 20e-6))`.
+      `dataclasses.replace(pod, node=pod.default, node_size=256, default=spmd.accelerators.Link(6.25e9, 20e-6))`.
 
     These are the vendors' peaks, which no program reaches. The source cites them beside the numbers. For a similar
-    machine, use `dataclasses.replace(spmd.hardware("h100"), links={"dp": spmd.Link(25e9, 10e-6)})`; for the one at
-    hand, `spmd.Hardware.from_devices()`.
+    machine, use `dataclasses.replace(hardware("h100"), links={"dp": Link(25e9, 10e-6)})`; for the one at hand,
+    `Hardware.from_devices()`.
 
     Args:
       which: The name of a preset, or a `Hardware`.
@@ -344,18 +346,21 @@ def hardware(which: str | Hardware) -> Hardware:
       SpmdError: If no preset has this name.
 
     >>> import spmd
-    >>> spmd.hardware("h100").peak("bfloat16")
+    >>> spmd.accelerators.hardware("h100").peak("bfloat16")
     989400000000000.0
     """
     if isinstance(which, Hardware):
         return which
     known = ", ".join(map(repr, _PRESETS))
     if not isinstance(which, str):
-        rule = f"hardware is the name of a preset or an spmd.Hardware, not {kind_of(which)}."
+        rule = f"hardware is the name of a preset or an spmd.accelerators.Hardware, not {kind_of(which)}."
         raise SpmdError(rule, call="hardware(...)", got=[f"presets: {known}"])
     if which not in _PRESETS:
         rule = f"no hardware preset is called {which!r}{did_you_mean(which, _PRESETS) or '.'}"
         raise SpmdError(
-            rule, call=f"hardware({which!r})", got=[f"presets: {known}"], advice="or your own spmd.Hardware(...)"
+            rule,
+            call=f"hardware({which!r})",
+            got=[f"presets: {known}"],
+            advice="or your own spmd.accelerators.Hardware(...)",
         )
     return _PRESETS[which]

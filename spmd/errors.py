@@ -8,7 +8,6 @@ shows values of arrays.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import warnings
@@ -17,10 +16,10 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
+from spmd._python.rooms import nearest, open_room
+
 __all__ = [
     "CommunicationError",
-    "Fault",
-    "Fix",
     "Impossible",
     "LayoutError",
     "MeshError",
@@ -29,13 +28,9 @@ __all__ = [
     "ReplicationError",
     "SizeError",
     "SpmdError",
-    "did_you_mean",
-    "if_possible",
-    "is_int",
-    "nearest",
-    "not_one_of",
-    "warn",
+    "VmapWarning",
 ]
+open_room(globals())
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -108,6 +103,10 @@ class Impossible(SpmdError):
 
 class PlacementError(SpmdError):
     """An array does not lie where the layout says, and may not be moved."""
+
+
+class VmapWarning(UserWarning):
+    """`jax.vmap` of a kernel gathers the dimension that it maps, which was divided."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,18 +255,6 @@ def is_int(value: Any, least: int | None = None) -> bool:
     """
     whole = isinstance(value, Integral) and not isinstance(value, bool)
     return whole and (least is None or int(value) >= least)
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that is spelled most like this one; None where none is close."""
-    names = [str(one) for one in known]
-    folded = {one.lower(): one for one in reversed(names)}
-    turned = [one for key, one in folded.items() if sorted(key) == sorted(name.lower())]
-    if turned:  # "pd" is dp, and not tp
-        return turned[0]
-    cutoff = 0.5 if len(name) <= 3 else 0.6
-    near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
-    return folded[near[0]] if near else None
 
 
 def warn(text: str, category: type[Warning]) -> None:

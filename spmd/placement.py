@@ -48,7 +48,7 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
       tree: An array or a pytree. Leaves that are not arrays stay as they are. A number is placed if it has a layout of
         its own.
       layouts: A prefix tree of layouts: a string for all leaves below, a dict, a class or dataclass whose
-        annotations are layouts, the result of `spmd.layouts`, or a function from the tree to one of these. Arrays
+        annotations are layouts, the result of `spmd.match_layouts`, or a function from the tree to one of these. Arrays
         without dimensions need no layout: it is `scalar`.
       mesh: The mesh. By default it is that of the arrays' shardings, or else that of `jax.set_mesh`.
       mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`. A bare name that the

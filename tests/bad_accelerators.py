@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import jax
 
-from spmd import Hardware, Link, hardware
+from spmd.accelerators import Hardware, Link, hardware
 from tests.errors.registry import bad
 
 FLOPS = {"float32": 1e12}

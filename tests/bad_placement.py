@@ -67,7 +67,7 @@ def auto_axis_before_an_explicit_one(mesh):
 
 
 bad(
-    one_layout_for_rules=lambda mesh: spmd.layouts({"w": X}, "b/dp d"),
+    one_layout_for_rules=lambda mesh: spmd.match_layouts({"w": X}, "b/dp d"),
     an_array_of_strings=lambda mesh: spmd.shard({"x": X, "names": np.array(["a", "b"])}, "b ...", mesh=mesh),
     shard_without_a_mesh=lambda mesh: spmd.shard(X, "b/dp d"),
     shard_of_indivisible_arrays=lambda mesh: spmd.shard(
@@ -84,7 +84,7 @@ def shard_under_a_mapping_without_the_name(mesh):
 
 
 bad(
-    rule_that_matches_nothing=lambda mesh: spmd.layouts({"mlp": {"w_in": X}}, {"**/w_inn": "d/dp f/tp"}),
-    leaf_without_a_layout=lambda mesh: spmd.layouts({"w": X, "b": V}, {"w": "d/dp f/tp"}),
+    rule_that_matches_nothing=lambda mesh: spmd.match_layouts({"mlp": {"w_in": X}}, {"**/w_inn": "d/dp f/tp"}),
+    leaf_without_a_layout=lambda mesh: spmd.match_layouts({"w": X, "b": V}, {"w": "d/dp f/tp"}),
     parameters_of_another_rank=lambda mesh: spmd.init(lambda: {"w": jnp.ones(8)}, {"w": "d/dp f/tp"}, mesh=mesh)(),
 )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import pytest
 
-from spmd import Hardware, Link, hardware
+from spmd.accelerators import Hardware, Link, hardware
 from spmd.errors import MeshError, SpmdError
 
 MESH = {"dp": 6, "tp": 4}

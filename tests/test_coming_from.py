@@ -213,7 +213,7 @@ def test_a_row_that_swaps_its_sides_is_noticed() -> None:
     """Meta-test: the same shapes and collectives, another program."""
     with pytest.raises(AssertionError):
         same_calls('lax.ppermute(x, "cp", [(0, 1), (1, 2), (2, 3), (3, 0)])', 'shift(x, "b [c/cp]", -1)')
-    with pytest.raises(spmd.SpmdError):
+    with pytest.raises(spmd.errors.SpmdError):
         same_calls('lax.all_to_all(x, "tp", 2, 1, tiled=True)', 'all_to_all(x, "b s h/tp -> b s/tp h")')
 
 

@@ -12,7 +12,9 @@ from tests.pages import WIDTH, blocks, width_of
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 # Modules whose names stand in the reference under the module's.
 MODULES = (
+    "accelerators",
     "cluster",
+    "errors",
     "fft",
     "haliax",
     "inspect",

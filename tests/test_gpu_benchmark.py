@@ -9,7 +9,7 @@ from tests.sampler import rare
 
 @rare
 def test_the_command_writes_its_figures_and_prints_a_table(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(gpu, "profile", lambda: spmd.hardware("h100"))  # so that a time is predicted
+    monkeypatch.setattr(gpu, "profile", lambda: spmd.accelerators.hardware("h100"))  # so that a time is predicted
     assert gpu.main(["--json", str(tmp_path / "gpu.json"), "--seconds", "0"]) == 0
     found = json.loads((tmp_path / "gpu.json").read_text())
     assert all(seconds > 0 for name in ("block", "transform", "experts") for seconds in found[name].values())

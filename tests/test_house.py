@@ -26,11 +26,11 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2010,
+    ".": 1990,
     "_cli": 470,
     "_jaxprs": 645,
     "_processes": 220,
-    "_python": 200,
+    "_python": 210,
     "_text": 190,
     "_trees": 440,
     "checker": 5240,
@@ -38,10 +38,10 @@ BUDGET = {
     "comm": 2340,
     "drawing": 300,
     "haliax": 340,
-    "inspect": 4300,
+    "inspect": 4310,
     "kernels": 1845,
     "language": 1520,
-    "nn": 1020,
+    "nn": 1025,
     "ops": 4420,
     "parallel": 2700,
     "porting": 960,

@@ -13,7 +13,8 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 import spmd
-from spmd import MeshError, make_mesh, use_cpu_devices
+from spmd import make_mesh, use_cpu_devices
+from spmd.errors import MeshError
 from spmd.mesh import _pool, crossing, owners_text, sizes_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -131,7 +132,7 @@ def test_a_backend_that_runs_with_fewer() -> None:
 jax.numpy.ones(3)
 try:
     spmd.use_cpu_devices(8)
-except spmd.MeshError as error:
+except spmd.errors.MeshError as error:
     print(error)
 """
     message = program(text)

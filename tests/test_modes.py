@@ -163,7 +163,7 @@ def test_coroutines_leave_nothing_behind(one, other, read) -> None:
             await asyncio.sleep(pause)
             try:
                 found.append(read() == mine)
-            except spmd.ModeError as error:
+            except spmd.errors.ModeError as error:
                 assert "another coroutine is suspended inside" in str(error)
                 found.append("told")
         await asyncio.sleep(0.05)
@@ -171,7 +171,7 @@ def test_coroutines_leave_nothing_behind(one, other, read) -> None:
 
     async def beside():
         await asyncio.sleep(0.005)
-        with pytest.raises(spmd.ModeError, match="another coroutine"):
+        with pytest.raises(spmd.errors.ModeError, match="another coroutine"):
             read()
 
     async def main():
@@ -239,14 +239,14 @@ def test_merging_with_nothing_around() -> None:
 @pytest.mark.parametrize("rules", [{"a": 3}, {"a": ["dp", 4]}, {"a b": "dp"}, {3: "dp"}, "dp", 7, {"a": "d p"}])
 def test_rules_that_are_none(rules) -> None:
     before = ambient_mapping()
-    with pytest.raises(spmd.SpmdError), axis_mapping(rules):
+    with pytest.raises(spmd.errors.SpmdError), axis_mapping(rules):
         pass
     assert ambient_mapping() is before
 
 
 @pytest.mark.parametrize("name", ["explict", "", None, 3, "Auto"])
 def test_modes_that_are_none(name) -> None:
-    with pytest.raises(spmd.ModeError, match="'explicit', 'auto' or 'reference'"), mode(name):
+    with pytest.raises(spmd.errors.ModeError, match="'explicit', 'auto' or 'reference'"), mode(name):
         pass
 
 
@@ -257,7 +257,7 @@ def test_a_scope_of_its_own() -> None:
         return spmd.einsum(x, x, "b, b -> b")
 
     x = np.arange(8, dtype=np.float32)
-    with pytest.raises(spmd.SizeError, match="b has two sizes|b is"):
+    with pytest.raises(spmd.errors.SizeError, match="b has two sizes|b is"):
         spmd.kernel("b, d -> d", mesh=MESH)(lambda x, y: double(y))(x[:4], x)
     out = spmd.kernel("b, d -> d", mesh=MESH)(lambda x, y: spmd.scope(double)(y))(x[:4], x)
     assert (np.asarray(out) == x * x).all()
@@ -275,5 +275,5 @@ def test_a_scope_without_the_mapping_of_its_caller() -> None:
 
     divided = spmd.kernel("d, e -> e", mesh=MESH, mapping={"d": "dp", "e": None})
     assert (divided(lambda x, y: y * spmd.scope(mapping=None)(total)(y))(x, x) == 28 * x).all()
-    with pytest.raises(spmd.SpmdError):  # kept, the rule divides what is whole
+    with pytest.raises(spmd.errors.SpmdError):  # kept, the rule divides what is whole
         divided(lambda x, y: y * spmd.scope(total)(y))(x, x)

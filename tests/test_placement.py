@@ -60,7 +60,7 @@ def test_shard_outside_and_inside_jit(layout, kind) -> None:
     outside = shard(x, layout, mesh=mesh)
     lies(outside, plain)
     if (layout, kind) in NOT_INSIDE:
-        with pytest.raises(spmd.PlacementError, match="Explicit axes of a dimension stand before the Auto ones"):
+        with pytest.raises(spmd.errors.PlacementError, match="Explicit axes of a dimension stand before the Auto ones"):
             jax.jit(lambda x: shard(x, layout, mesh=mesh))(x)
         return
     inside = jax.jit(lambda x: shard(2 * x, layout, mesh=mesh))(x)
@@ -104,7 +104,7 @@ def test_trees() -> None:
     lies(placed["layer"].scale, "d")
     lies(placed["steps"][1], "n/tp")
     assert placed["name"] == "adam" and placed["no"] is None
-    by_rule = shard(tree["layer"], lambda t: spmd.layouts(t, {"w": "d f/tp", "scale": "d/dp"}), mesh=mesh)
+    by_rule = shard(tree["layer"], lambda t: spmd.match_layouts(t, {"w": "d f/tp", "scale": "d/dp"}), mesh=mesh)
     lies(by_rule.w, "d f/tp")
     lies(shard([numbers(8, 2, 2), numbers(4)], "n/dp ...", mesh=mesh)[0], "n/dp _ _")
 
@@ -114,7 +114,7 @@ def test_kernels_take_what_shard_gives() -> None:
     kernel = spmd.kernel("a/dp b -> a/dp b", mesh=mesh, boundary="error")(lambda x: 2 * x)
     x = numbers(8, 4)
     assert (np.asarray(kernel(shard(x, "a/dp b", mesh=mesh))) == 2 * x).all()
-    with pytest.raises(spmd.PlacementError):
+    with pytest.raises(spmd.errors.PlacementError):
         kernel(shard(x, "a b/dp", mesh=mesh))
 
 
@@ -323,7 +323,7 @@ MODULES = {
 def test_init_of_ordinary_modules(module, mode) -> None:
     """Arrays are created in their places, all else stays as the function made it."""
     mesh, key, make = mesh_of(), jax.random.key(0), MODULES[module]
-    layouts = lambda tree: spmd.layouts(tree, {"**/weight": "o/tp i/dp", "**/bias": "o/tp"})
+    layouts = lambda tree: spmd.match_layouts(tree, {"**/weight": "o/tp i/dp", "**/bias": "o/tp"})
     plain = jax.tree.leaves(make(key))
     with spmd.mode(mode):
         made = jax.tree.leaves(init(make, layouts, mesh=mesh)(key))
@@ -349,7 +349,7 @@ def test_init_takes_arguments_that_are_no_arrays() -> None:
     assert make(key, jnp.tanh, {"width": range(16)})["w"].sharding.spec == P(None, "tp")
     found = make(key, config={"width": range(16)}, act=jnp.exp)["w"]
     assert (found > 0).all() and make.abstract(key, jnp.exp, {"width": range(4)})["w"].shape == (8, 4)
-    with pytest.raises(spmd.LayoutError, match="must be hashable"):
+    with pytest.raises(spmd.errors.LayoutError, match="must be hashable"):
         make(key, jnp.exp, {"width": {1, 2}})
 
 
@@ -384,7 +384,7 @@ def test_arrays_without_dimensions_are_scalar_unasked(optimizer) -> None:
     optimizer, mesh, params = OPTIMIZERS[optimizer], mesh_of(), {"w": numbers(256, 256)}
     state = jax.eval_shape(optimizer.init, params)
     rules = {f"**/{'/'.join(map(str, path))}": "..." for path in _paths_of_matrices(state)}
-    for layouts in (spmd.layouts(state, rules), "... _"):
+    for layouts in (spmd.match_layouts(state, rules), "... _"):
         found = init(optimizer.init, layouts, mesh=mesh)(params)
         small = [x for x in jax.tree.leaves(found) if x.ndim == 0]
         assert small and all(x.sharding == NamedSharding(mesh, P()) for x in small)

@@ -40,7 +40,7 @@ def test_a_gathered_copy_taken_for_a_shard():
     assert raw(EIGHT).shape == (32,)
 
     ours = spmd.kernel("n/x -> n/x", mesh=mesh)(lambda v: spmd.all_gather(v, "n/x -> n") * 1)
-    with pytest.raises(spmd.SizeError, match=r"n has two sizes: 32 here \(8 on each device\), and 8 from v"):
+    with pytest.raises(spmd.errors.SizeError, match=r"n has two sizes: 32 here \(8 on each device\), and 8 from v"):
         ours(EIGHT)
     # where the size happens to fit, the values tell
     first = spmd.kernel("n/x -> m/x", mesh=mesh)(lambda v: spmd.all_gather(v, "n/x -> n")[:2])

@@ -7,7 +7,8 @@ import pytest
 from jax.experimental import topologies
 
 import spmd
-from spmd import MeshError, topology_devices
+from spmd import topology_devices
+from spmd.errors import MeshError
 
 
 @pytest.fixture

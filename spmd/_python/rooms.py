@@ -6,7 +6,7 @@ It is loaded with the package, so it imports nothing that takes time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -38,6 +38,7 @@ ELSEWHERE = {
     "jit": '@spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
     "with_sharding_constraint": 'spmd.annotate(x, "b/dp d")',
     "device_put": 'spmd.shard(x, "b/dp d", mesh=mesh)',
+    "layouts": 'spmd.match_layouts(x, {"**": "b/dp d"})',
     "PartitionSpec": 'spmd.Layout("b/dp d").spec',
     "Mesh": "spmd.make_mesh(dp=2, tp=4)",
 }
@@ -70,13 +71,12 @@ def no_such_name(room: str, name: str) -> NoReturn:
 
 
 def _told(room: str, name: str) -> str:
-    from spmd.errors import nearest
-
     if name in ELSEWHERE:
         return f": write {ELSEWHERE[name]}"
     known = dict(_public(room))
     asked = _plain(name)
-    same = [path for path, one in known.items() if _plain(one) == asked]
+    exact = [path for path, one in known.items() if one == name]  # in another room
+    same = exact or [path for path, one in known.items() if _plain(one) == asked]
     if not same and (own := _of_jax(name)):
         return f": write {own}, which is right where the dimensions it works along are whole"
     for some in (same, [path for path in known if path.rpartition(".")[0] == room], known):
@@ -104,3 +104,17 @@ def _of_jax(name: str) -> str:
         if hasattr(import_module(module), name):
             return f"{short}.{name}"
     return ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that is spelled most like this one; None where none is close."""
+    import difflib
+
+    names = [str(one) for one in known]
+    folded = {one.lower(): one for one in reversed(names)}
+    turned = [one for key, one in folded.items() if sorted(key) == sorted(name.lower())]
+    if turned:  # "pd" is dp, and not tp
+        return turned[0]
+    cutoff = 0.5 if len(name) <= 3 else 0.6
+    near = difflib.get_close_matches(name.lower(), list(folded), n=1, cutoff=cutoff)
+    return folded[near[0]] if near else None

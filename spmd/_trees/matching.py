@@ -1,4 +1,4 @@
-"""Layouts of whole trees: by rules over paths (`layouts`), and by a prefix tree (`match_prefix`)."""
+"""Layouts of whole trees: by rules over paths (`match_layouts`), and by a prefix tree (`match_prefix`)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import keystr
 
 from spmd import _compat
+from spmd._python.rooms import nearest
 from spmd._trees.annotations import Each, Unknown, annotated
 from spmd._trees.leaves import (
     SCALAR,
@@ -32,13 +33,13 @@ from spmd._trees.leaves import (
     rankless,
     with_article,
 )
-from spmd.errors import LayoutError, did_you_mean, nearest
+from spmd.errors import LayoutError, did_you_mean
 from spmd.language import Layout
 
 # --- rules over paths ----------------------------------------------------------------------------------
 
 
-def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
+def match_layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
     """Give each array of a tree its layout, by rules over paths.
 
     A path is the keys from the root joined with "/": dict keys, field names, indices.  In a rule `*`
@@ -58,14 +59,14 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
 
     >>> import jax.numpy as jnp
     >>> params = {"norm": {"scale": jnp.ones(4)}, "mlp": {"w_in": jnp.ones((4, 8))}}
-    >>> layouts(params, {"**/w_in": "d/dp f/tp", "norm/*": "d"})
+    >>> match_layouts(params, {"**/w_in": "d/dp f/tp", "norm/*": "d"})
     {'mlp': {'w_in': Layout('d/dp f/tp')}, 'norm': {'scale': Layout('d')}}
     """
     if not isinstance(rules, Mapping) or not all(isinstance(rule, str) for rule in rules):
         raise LayoutError(
             "The rules are a dict from path patterns to layouts.",
-            call="layouts(tree, rules)",
-            advice='layouts(tree, {"**": "b d"}) for one layout everywhere',
+            call="match_layouts(tree, rules)",
+            advice='match_layouts(tree, {"**": "b d"}) for one layout everywhere',
         )
     read = {rule: Layout(text, call=f"{rule!r}: {text!r}") for rule, text in rules.items()}
     leaves = list(leaves_of(tree))
@@ -88,7 +89,7 @@ def layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
             failures.append(f"rule {rule!r} matches no array{_near(rule, paths)}")
     if failures:
         rule = "Each array needs one layout, and each rule an array that it matches."
-        raise LayoutError(rule, call="layouts(tree, rules)", got=failures)
+        raise LayoutError(rule, call="match_layouts(tree, rules)", got=failures)
     return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(tree), found)
 
 
@@ -208,7 +209,7 @@ def match_prefix(
     return found
 
 
-_RULES = "; rules over paths are for layouts: lambda tree: spmd.layouts(tree, {...})"
+_RULES = "; rules over paths are for layouts: lambda tree: spmd.match_layouts(tree, {...})"
 
 
 class _Matcher:

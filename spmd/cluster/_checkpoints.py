@@ -32,11 +32,12 @@ from jax.sharding import Mesh, NamedSharding
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import anywhere, everyone, gathered, in_all
+from spmd._python.rooms import nearest
 from spmd._trees.leaves import kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket
 from spmd.cluster._recorder import recorder
-from spmd.errors import PlacementError, SpmdError, is_int, nearest
+from spmd.errors import PlacementError, SpmdError, is_int
 from spmd.mesh import check_alive
 
 # --- a lease of a folder: of several programs that would save into it, one does ---------------------------------------

@@ -2,12 +2,10 @@
 
 from spmd.comm.collectives import all_gather, all_to_all, defer, psum, psum_scatter, split
 from spmd.comm.permute import ppermute, shift
-from spmd.comm.plans import Plan, Step, plan
+from spmd.comm.plans import plan
 from spmd.comm.resharding import relayout
 
 __all__ = [
-    "Plan",
-    "Step",
     "all_gather",
     "all_to_all",
     "defer",

@@ -210,7 +210,7 @@ def plan(
       mesh: A Mesh, an AbstractMesh or `{"x": 4}`. The default is that of `jax.set_mesh`.
       dtype: The type of the elements.
       prefer: As in `relayout`: "collectives", "bytes" or "latency".
-      hardware: A profile or the name of a preset, as `spmd.hardware` takes it. Steps then have seconds.
+      hardware: A profile or the name of a preset, as `spmd.accelerators.hardware` takes it. Steps then have seconds.
         `prefer="latency"` needs a profile.
       **names: Sizes or mesh axes of names in the pattern.
 
@@ -271,7 +271,7 @@ def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
         raise CommunicationError(not_one_of("prefer", prefer, PREFER), call=call)
     if profile is None and prefer == "latency":
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
-        raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.Hardware of your own')
+        raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.accelerators.Hardware of your own')
     return None if profile is None else hardware(profile)
 
 

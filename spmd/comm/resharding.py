@@ -52,7 +52,7 @@ def relayout(
       to: As in `all_gather`, JAX's type of what is whole afterwards.
       prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
         reach the lower bound; "latency" to take the least time on a hardware profile.
-      hardware: The profile, or the name of a preset: see `spmd.hardware`. "latency" needs one.
+      hardware: The profile, or the name of a preset: see `spmd.accelerators.hardware`. "latency" needs one.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:

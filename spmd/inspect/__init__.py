@@ -1,6 +1,9 @@
 """Seeing what a program does: its collectives as written and as compiled, with axes, bytes, lines and cost."""
 
 from spmd._python.rooms import open_room
+from spmd.checker import Finding, Findings
+from spmd.comm.plans import Plan, Step
+from spmd.drawing import Picture
 from spmd.inspect._collectives import Collective, CollectiveReport, collectives
 from spmd.inspect._explanation import Explanation
 from spmd.inspect._hints import Hint
@@ -15,10 +18,15 @@ __all__ = [
     "Communication",
     "Constraint",
     "Explanation",
+    "Finding",
+    "Findings",
     "Hint",
     "Island",
     "Memory",
     "PerShard",
+    "Picture",
+    "Plan",
+    "Step",
     "Time",
     "Written",
     "WrittenCollective",

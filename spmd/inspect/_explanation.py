@@ -436,7 +436,7 @@ def explain(
       *args: Arguments of `fn`, arrays or `jax.ShapeDtypeStruct`s. Their shardings, if they have any, say what the
         boundary of a kernel moves.
       mesh: The mesh, where neither `fn` nor its arguments carry one.
-      hardware: The name of a preset as `spmd.hardware` takes it ("h100"), or a `spmd.Hardware`, for times.
+      hardware: For times: a `spmd.accelerators.Hardware`, or the name of a preset ("h100").
       compiled: False for the written view alone, or a compiled program of `fn` to look at instead. By default
         `fn` is compiled if its mesh has devices; with True it is an error if it has none.
       layouts: Layouts for the arrays among the arguments of a program without kernels, as `spmd.propagate` takes them:

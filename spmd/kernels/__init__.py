@@ -1,6 +1,5 @@
 """`@kernel`: strings become `jit(shard_map(body))`, constraints, or plain JAX on one device."""
 
-from spmd.kernels._boundary import VmapWarning
 from spmd.kernels._kernel import Kernel, kernel
 
-__all__ = ["Kernel", "VmapWarning", "kernel"]
+__all__ = ["Kernel", "kernel"]

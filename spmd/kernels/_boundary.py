@@ -15,7 +15,7 @@ from spmd._processes.replicas import check_replicas, put
 from spmd.checker import check_body, in_states_of
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move
-from spmd.errors import Fault, MeshError, ModeError, PlacementError, warn
+from spmd.errors import Fault, MeshError, ModeError, PlacementError, VmapWarning, warn
 from spmd.kernels._outputs import Unequal
 from spmd.kernels._plan import Plan, typed
 from spmd.kernels._signature import without
@@ -23,10 +23,6 @@ from spmd.kernels._trial import trial_of
 from spmd.language import Layout, axes_product, axes_tuple, mesh_text
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame
-
-
-class VmapWarning(UserWarning):
-    """`jax.vmap` of a kernel gathers the dimension that it maps, which was divided."""
 
 
 def check_boundary(plan: Plan, leaves: Sequence[Any]) -> None:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from spmd.errors import Fault, MeshError, did_you_mean, nearest
+from spmd._python.rooms import nearest
+from spmd.errors import Fault, MeshError, did_you_mean
 from spmd.language._syntax import Atom, Dim, Span
 
 # --- mesh axes: how they are given, into how many blocks they divide, and what is said where the mesh lacks one -------

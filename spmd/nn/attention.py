@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import LayoutError, SizeError, _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
+from spmd import _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
 from spmd._trees.leaves import not_int
 from spmd.comm._marks import ordered
-from spmd.errors import is_int, not_one_of
+from spmd.errors import LayoutError, SizeError, is_int, not_one_of
 from spmd.nn.dtypes import wide_einsum, with_rank
 from spmd.nn.linear import column_linear, row_linear
 from spmd.nn.rope import rotary_embedding

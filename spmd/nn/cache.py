@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import LayoutError, axis_size, einsum, full, fused, iota, rearrange, scope, size, softmax, zeros
+from spmd import axis_size, einsum, full, fused, iota, rearrange, scope, size, softmax, zeros
+from spmd.errors import LayoutError
 from spmd.nn.attention import attention_mask, check_positive
 from spmd.nn.dtypes import wide
 

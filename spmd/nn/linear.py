@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from spmd import SizeError, all_gather, annotate, axis_size, defer, einsum, scope
-from spmd.errors import LayoutError
+from spmd import all_gather, annotate, axis_size, defer, einsum, scope
+from spmd.errors import LayoutError, SizeError
 from spmd.nn.dtypes import with_rank
 from spmd.nn.overlap import einsum_scatter, ring_columns
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import Layout, SizeError, annotate, random, reduce, scope, size
-from spmd.errors import LayoutError
+from spmd import Layout, annotate, random, reduce, scope, size
+from spmd.errors import LayoutError, SizeError
 from spmd.nn.dtypes import wide, with_rank
 
 Axes = str | tuple[str, ...] | None

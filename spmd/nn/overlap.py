@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import LayoutError, axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
+from spmd import axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
+from spmd.errors import LayoutError
 from spmd.nn.dtypes import wide
 
 T = TypeVar("T")  # an array of weights, or a tree of them

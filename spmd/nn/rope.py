@@ -8,8 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from spmd import LayoutError, SizeError
-from spmd.errors import did_you_mean
+from spmd.errors import LayoutError, SizeError, did_you_mean
 from spmd.nn.dtypes import wide, with_rank
 
 SCALINGS = ("linear", "ntk", "llama3")

@@ -7,8 +7,9 @@ from typing import Any
 
 import jax
 
-from spmd import LayoutError, SizeError, all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
+from spmd import all_gather, all_to_all, axis_size, rearrange, repeat, scope, size
 from spmd.comm._marks import ordered
+from spmd.errors import LayoutError, SizeError
 from spmd.language import axes_tuple
 from spmd.nn import dot_product_attention
 from spmd.nn.attention import check_heads, check_positive

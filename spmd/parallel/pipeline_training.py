@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 import spmd
-from spmd import LayoutError, ReplicationError, SizeError, _compat, axis_size, iota, repeat, scope, typeof
+from spmd import _compat, axis_size, iota, repeat, scope, typeof
 from spmd._trees.leaves import not_int
+from spmd.errors import LayoutError, ReplicationError, SizeError
 from spmd.modes import current_frame
 from spmd.parallel._cut import SplitStage
 from spmd.parallel._rematerialize import checked_axes

@@ -11,9 +11,9 @@ import numpy as np
 from jax import lax
 
 import spmd
-from spmd import LayoutError, SizeError, axis_size, defer, iota, reduce, repeat, scope, shift, typeof
+from spmd import axis_size, defer, iota, reduce, repeat, scope, shift, typeof
 from spmd._trees.leaves import is_array, is_key, not_int
-from spmd.errors import Fix, ReplicationError, not_one_of
+from spmd.errors import Fix, LayoutError, ReplicationError, SizeError, not_one_of
 from spmd.modes import current_frame
 from spmd.parallel._rematerialize import paths
 from spmd.parallel.schedule import PipelineSchedule

@@ -9,11 +9,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from spmd import LayoutError, SizeError
 from spmd._text.table import Line
 from spmd._trees.leaves import not_int
 from spmd.drawing._picture import FILLS, Cell, Grid, Picture, below, caption, card, grid_box, grid_lines, sentences
-from spmd.errors import not_one_of
+from spmd.errors import LayoutError, SizeError, not_one_of
 
 # --- timetables of forward and backward steps in turn: 1F1B, for one stage on each device or several, and ZB-H1 -------
 #

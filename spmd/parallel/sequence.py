@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import LayoutError, SizeError, all_to_all, axis_size, iota, ppermute, rearrange, scope, size
+from spmd import all_to_all, axis_size, iota, ppermute, rearrange, scope, size
 from spmd.comm._marks import ordered
-from spmd.errors import not_one_of
+from spmd.errors import LayoutError, SizeError, not_one_of
 
 Placement = Literal["contiguous", "zigzag", "striped"]
 PLACEMENTS = get_args(Placement)

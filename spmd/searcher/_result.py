@@ -111,7 +111,7 @@ class Bound:
 
     >>> import spmd
     >>> bound = spmd.searcher.Bound({"bfloat16": 989.4e12}, {("psum", ("dp",)): 1e9})
-    >>> round(bound.seconds({"dp": 16}, spmd.hardware("h100")), 6)
+    >>> round(bound.seconds({"dp": 16}, spmd.accelerators.hardware("h100")), 6)
     1.002074
     """
 

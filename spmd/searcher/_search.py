@@ -53,10 +53,10 @@ def search(
     """Return which mesh suits a program best: every factorisation of the device count, excluded by a bound or traced.
 
     Each way to divide the devices over the axes is a candidate, with each combination of `choices`. Bounds exclude
-    candidates before anything is traced, in this order: `where`, what `build` raises as `spmd.Impossible`, arguments
-    that the mesh does not divide, memory at rest, the memory that `build` states. The others are traced on abstract
-    meshes, the lowest bound on time first. The search stops where no other bound is below the time of row `top`: these
-    rows are then the best of all. No device is needed, and nothing is compiled or run.
+    candidates before anything is traced, in this order: `where`, what `build` raises as `spmd.errors.Impossible`,
+    arguments that the mesh does not divide, memory at rest, the memory that `build` states. The others are traced on
+    abstract meshes, the lowest bound on time first. The search stops where no other bound is below the time of row
+    `top`: these rows are then the best of all. No device is needed, and nothing is compiled or run.
 
     A row is priced as `explain` prices it, with the axes of the mesh in the order that takes the least time: the last
     lie inside a node. Compute, memory traffic and collectives follow one another, except for the collectives over the
@@ -69,11 +69,11 @@ def search(
 
     Args:
       build: `build(mesh, **choice)` to `(fn, args)` as `explain` takes them, or `(fn, args, bound)` with a
-        `spmd.searcher.Bound`. It raises `spmd.Impossible("why")` where the program cannot run. It is called once for
-        each candidate.
+        `spmd.searcher.Bound`. It raises `spmd.errors.Impossible("why")` where the program cannot run. It is called
+        once for each candidate.
       devices: The number of devices.
       axes: The names of the mesh axes, outermost first. A mesh has all of them, with size 1 where nothing is divided.
-      hardware: The name of a preset, or a `spmd.Hardware`.
+      hardware: The name of a preset, or a `spmd.accelerators.Hardware`.
       memory: The part of a device's memory that a step may take.
       where: Which meshes to consider: `lambda mesh: mesh["tp"] <= 8`.
       choices: Further coordinates by the names that `build` takes: `{"micro": [8, 16], "mapping": [one, other]}`.
@@ -103,8 +103,8 @@ def search(
       {'tp': 2, 'dp': 4}
 
     References:
-      Prices: `spmd.Hardware.collective_seconds`. Best first by lower bounds: Land and Doig, "An Automatic Method of
-      Solving Discrete Programming Problems", Econometrica 28 (1960)
+      Prices: `spmd.accelerators.Hardware.collective_seconds`. Best first by lower bounds: Land and Doig, "An Automatic
+        Method of Solving Discrete Programming Problems", Econometrica 28 (1960)
     """
     _check(devices, axes, memory, top, most)
     found = Found(devices, tuple(axes), _hardware(hardware), top)

@@ -198,7 +198,7 @@ import jax, spmd
 
 def build(mesh, f=16):
     if f == 12:
-        raise spmd.Impossible("f is not 12.")
+        raise spmd.errors.Impossible("f is not 12.")
     kernel = spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)
     args = jax.ShapeDtypeStruct((64, 32), "float32"), jax.ShapeDtypeStruct((32, f), "float32")
     return kernel(lambda x, w: spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")), args

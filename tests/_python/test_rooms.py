@@ -126,7 +126,7 @@ def test_private_names_load_nothing():
     }
 
 
-OUTSIDE = ("spmd.kernel", "spmd.shard", "spmd.Layout", "spmd.make_mesh")
+OUTSIDE = ("spmd.kernel", "spmd.match_layouts", "spmd.shard", "spmd.Layout", "spmd.make_mesh")
 
 
 @pytest.mark.parametrize("name", _rooms.ELSEWHERE)

@@ -45,9 +45,9 @@ def test_lines_of_a_cell(cell):
     assert [one.where for one in seen.written.collectives] == ["In[2]:4"]
     assert [one.where for one in seen.compiled] == ["In[2]:4"]
     assert "In[2]:4" in str(seen) and "1858968365" not in str(seen)
-    with pytest.raises(spmd.SpmdError, match=r"at In\[2\]:8 \(wrong\)"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"at In\[2\]:8 \(wrong\)"):
         cell["wrong"](x)
-    with pytest.raises(spmd.SpmdError, match=r"at In\[2\]:12"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"at In\[2\]:12"):
         cell["unbound"](x)
 
 

@@ -65,7 +65,7 @@ def test_the_call_says_which_dtype_jax_lacks(call) -> None:
             continue  # an element of these is an object of Python, or a number
         if call == "Layout.of" and name == "long strings":
             continue  # JAX has such arrays, and this asks where they are
-        with pytest.raises(spmd.LayoutError) as caught:
+        with pytest.raises(spmd.errors.LayoutError) as caught:
             CALLS[call](mesh, array)
         text = str(caught.value)
         assert str(array.dtype) in text, text
@@ -75,7 +75,7 @@ def test_the_call_says_which_dtype_jax_lacks(call) -> None:
 
 @pytest.mark.parametrize("value", ["abc", b"abc", None, np.array("abc")[()]])
 def test_full_takes_a_number(value) -> None:
-    with pytest.raises(spmd.LayoutError, match="not an array|JAX does not compute with"):
+    with pytest.raises(spmd.errors.LayoutError, match="not an array|JAX does not compute with"):
         spmd.kernel("-> b", b=2, mesh=spmd.make_mesh(dp=2))(lambda: spmd.full("b", value))()
 
 
@@ -83,7 +83,7 @@ def test_what_has_no_layout_stays_as_it_is() -> None:
     mesh = spmd.make_mesh(dp=2)
     tree = {"names": ARRAYS["strings"], "x": np.ones(2)}
     assert spmd.shard(tree, {"x": "b/dp"}, mesh=mesh)["names"] is tree["names"]
-    assert spmd.layouts(tree, {"x": "b/dp"})["names"] is None
+    assert spmd.match_layouts(tree, {"x": "b/dp"})["names"] is None
     found = spmd.init(lambda: {**tree, "x": jnp.ones(2)}, {"x": "b/dp"}, mesh=mesh)()
     assert found["names"] is tree["names"]
 
@@ -126,14 +126,14 @@ NUMBERS = {
 @pytest.mark.parametrize("n", [2**31, -(2**40), 2**70])
 @pytest.mark.parametrize("call", NUMBERS)
 def test_the_call_says_that_an_integer_is_too_large(call, n) -> None:
-    with pytest.raises(spmd.LayoutError, match="an int that int(32|64) does not hold") as caught:
+    with pytest.raises(spmd.errors.LayoutError, match="an int that int(32|64) does not hold") as caught:
         NUMBERS[call](spmd.make_mesh(dp=2), n)
     assert ("jax_enable_x64" in str(caught.value)) == (abs(n) < 2**63)
     assert str(abs(n)) not in str(caught.value)
 
 
 def test_a_large_integer_lies_nowhere() -> None:
-    with pytest.raises(spmd.LayoutError, match="reads an array, and this is of type int"):
+    with pytest.raises(spmd.errors.LayoutError, match="reads an array, and this is of type int"):
         spmd.Layout.of(2**40, "scalar")
 
 

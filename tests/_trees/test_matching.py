@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from spmd import layouts
+from spmd import match_layouts
 from spmd._trees.matching import match_prefix
 from spmd.errors import LayoutError
 from spmd.language import Layout
@@ -74,7 +74,7 @@ def test_rules():
         "none": None,
         "act": jnp.tanh,
     }
-    found = layouts(tree, {"norm/*": "d", "**/w": "d/dp f/tp", "layers/1/v": Layout("d/x"), "**": "..."})
+    found = match_layouts(tree, {"norm/*": "d", "**/w": "d/dp f/tp", "layers/1/v": Layout("d/x"), "**": "..."})
     assert found == {
         "norm": {"scale": Layout("d")},
         "layers": [
@@ -87,27 +87,27 @@ def test_rules():
 
 
 def test_rules_on_classes():
-    found = layouts(model(), {"embed": "v d", "blocks/*/w": "d f", "**/scale": "d", "table/?": "d"})
+    found = match_layouts(model(), {"embed": "v d", "blocks/*/w": "d f", "**/scale": "d", "table/?": "d"})
     assert found.blocks[1].w == Layout("d f")
     assert found.blocks[1].rate == 0.1
     module = Module(jnp.ones((2, 3)), jnp.tanh, "m")
-    found = layouts(module, {"w": "d f"})
+    found = match_layouts(module, {"w": "d f"})
     assert (found.w, found.act, found.name) == (Layout("d f"), None, "m")
 
 
 def test_rules_on_nnx():
     linear = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
-    found = layouts({"l": nnx.state(linear)}, {"l/kernel": "d f/tp", "**/bias": "f/tp"})
+    found = match_layouts({"l": nnx.state(linear)}, {"l/kernel": "d f/tp", "**/bias": "f/tp"})
     assert [str(one) for one in jax.tree.leaves(found)] == ["f/tp", "d f/tp"]
 
 
 def test_rules_that_agree_may_overlap():
-    assert layouts({"a": {"w": V}}, {"a/*": "d", "**/w": "d"}) == {"a": {"w": Layout("d")}}
-    assert layouts(W, {"**": "d f"}) == Layout("d f")
+    assert match_layouts({"a": {"w": V}}, {"a/*": "d", "**/w": "d"}) == {"a": {"w": Layout("d")}}
+    assert match_layouts(W, {"**": "d f"}) == Layout("d f")
 
 
 def test_stars_stop_at_slashes():
-    assert message(lambda: layouts({"a": {"b": V}}, {"*": "d"}))[2:] == [
+    assert message(lambda: match_layouts({"a": {"b": V}}, {"*": "d"}))[2:] == [
         "got:",
         "- no rule for a/b, an array float32[3]",
         "- rule '*' matches no array",
@@ -117,8 +117,8 @@ def test_stars_stop_at_slashes():
 def test_all_failures_of_rules_at_once():
     tree = {"mlp": {"w_in": W, "w_out": W}, "norm": {"scale": V, "shift": V}, "emb": W}
     rules = {"**/w_inn": "d f", "**/w_*": "d f/tp", "mlp/w_out": "f d", "norm/*": "d f", "emd": "v d"}
-    assert message(lambda: layouts(tree, rules)) == [
-        "layouts(tree, rules)",
+    assert message(lambda: match_layouts(tree, rules)) == [
+        "match_layouts(tree, rules)",
         "Each array needs one layout, and each rule an array that it matches.",
         "got:",
         "- no rule for emb, an array float32[2,3]; did you mean 'emd'?",
@@ -131,7 +131,7 @@ def test_all_failures_of_rules_at_once():
 
 
 def test_a_broken_layout_in_a_rule_names_the_rule():
-    assert message(lambda: layouts({"w": W}, {"w": "d/dp f/dp"}))[:2] == [
+    assert message(lambda: match_layouts({"w": W}, {"w": "d/dp f/dp"}))[:2] == [
         "'w': 'd/dp f/dp'",
         "           ^^^^",
     ]
@@ -250,10 +250,10 @@ def test_postponed_annotations(tmp_path, monkeypatch):
 
 def test_an_array_without_dimensions_is_scalar_where_nothing_else_is_said():
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    assert layouts({"w": W, "n": n}, {"w": "d f"}) == {"w": Layout("d f"), "n": Layout("scalar")}
-    assert layouts({"w": W, "n": n}, {"**": "d f"}) == {"w": Layout("d f"), "n": Layout("scalar")}
-    assert layouts({"w": V, "n": n}, {"**": "..."})["n"] == Layout("...")
-    assert message(lambda: layouts({"n": n}, {"n": "d"}))[2:] == [
+    assert match_layouts({"w": W, "n": n}, {"w": "d f"}) == {"w": Layout("d f"), "n": Layout("scalar")}
+    assert match_layouts({"w": W, "n": n}, {"**": "d f"}) == {"w": Layout("d f"), "n": Layout("scalar")}
+    assert match_layouts({"w": V, "n": n}, {"**": "..."})["n"] == Layout("...")
+    assert message(lambda: match_layouts({"n": n}, {"n": "d"}))[2:] == [
         "got: rule 'n': 'd' does not fit the rank of n, an array int32[]",
     ]
     for spec in ({"w": "d f"}, {"w": "d f", "n": None}, "d f", {"w": "d f", "n": "scalar"}):
@@ -286,10 +286,10 @@ def test_modules():
     expected = [("m.w", "d f"), ("m.act", None), ("m.eps", None)]
     assert said("d f", module, "m") == expected
     assert said({"w": "d f"}, module, "m") == expected
-    assert said(layouts(module, {"w": "d f"}), module, "m") == expected
-    assert said(lambda one: layouts(one, {"w": "d f"}), module, "m") == expected
+    assert said(match_layouts(module, {"w": "d f"}), module, "m") == expected
+    assert said(lambda one: match_layouts(one, {"w": "d f"}), module, "m") == expected
     mlp = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-    found = said(layouts(mlp, {"**/weight": "o i", "**/bias": "o"}), mlp, "m")
+    found = said(match_layouts(mlp, {"**/weight": "o i", "**/bias": "o"}), mlp, "m")
     assert [layout for _, layout in found] == ["o i", "o", "o i", "o", None, None]
 
 
@@ -298,7 +298,7 @@ def test_nnx():
     state = nnx.state(linear)
     expected = [("p['bias'].value", "f"), ("p['kernel'].value", "d f")]
     assert said({"kernel": "d f", "bias": "f"}, state, "p") == expected
-    assert said(layouts(state, {"kernel": "d f", "bias": "f"}), state, "p") == expected
+    assert said(match_layouts(state, {"kernel": "d f", "bias": "f"}), state, "p") == expected
 
 
 def test_all_failures_of_a_prefix_at_once():

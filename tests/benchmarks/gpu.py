@@ -190,7 +190,7 @@ def decoder(size: Size) -> Decoder:
 
 def profile() -> Any:
     """The `Hardware` at hand; None for CPUs, which have no profile."""
-    return spmd.Hardware.from_devices(jax.devices()[:1]) if on_gpu() else None
+    return spmd.accelerators.Hardware.from_devices(jax.devices()[:1]) if on_gpu() else None
 
 
 def ceilings(machine: Any) -> Any:

@@ -94,7 +94,7 @@ def followed(run: Callable[[], Any]) -> dict[str, int]:
     sys.setprofile(profile)
     try:
         run()
-    except spmd.SpmdError:
+    except spmd.errors.SpmdError:
         pass
     finally:
         sys.setprofile(None)

@@ -241,7 +241,7 @@ def judged(c: Choices) -> tuple[str, str]:
     wanted = [np.asarray(y, np.float64) for y in jax.tree.leaves(one.plain(*map(jnp.asarray, one.args)))]
     try:
         got, equal = held(one)
-    except spmd.SpmdError:
+    except spmd.errors.SpmdError:
         return one.text, "refused while traced"
     except Hang:
         got, equal = [], False
@@ -258,7 +258,7 @@ def judged(c: Choices) -> tuple[str, str]:
     try:
         kernel.trace(*one.args)
         first = ""
-    except spmd.ReplicationError as error:
+    except spmd.errors.ReplicationError as error:
         first = ", ".join(finding.kind for finding in error.findings)
     findings = [finding.kind for finding in spmd.check(kernel, *one.args)]
     if same:

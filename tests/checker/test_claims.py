@@ -84,5 +84,5 @@ def test_what_devices_leave_out_by_their_number_is_a_term_of_a_sum() -> None:
     for chosen in (lambda a: jnp.where(first(), a, 0), lambda a: a * first().astype(a.dtype)):
         body = lambda a, chosen=chosen: spmd.psum(chosen(a), "m/x _ {U:y} -> m/x _").sum(1)
         np.testing.assert_allclose(kernel(body)(x), x[:, :2].sum(1), rtol=1e-5)
-    with pytest.raises(spmd.SpmdError, match="not a term|not terms|holds a block"):
+    with pytest.raises(spmd.errors.SpmdError, match="not a term|not terms|holds a block"):
         kernel(lambda a: spmd.psum(a * 1.0, "m/x _ {U:y} -> m/x _").max(1))(x)

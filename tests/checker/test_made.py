@@ -148,7 +148,7 @@ def test_a_mean_of_blocks_is_not_to_be_summed(name: str) -> None:
     wrong, right = MEANS[name]
     kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
     x = jnp.arange(64.0).reshape(4, 16) + 1
-    with pytest.raises(spmd.ReplicationError) as raised:
+    with pytest.raises(spmd.errors.ReplicationError) as raised:
         kernel(wrong)(x)
     assert re.search(r'reduce\(.*, "b/dp d/tp -> b/dp( 1)?", op="mean"\)', str(raised.value))
     assert "psum" not in str(raised.value)
@@ -158,6 +158,6 @@ def test_a_mean_of_blocks_is_not_to_be_summed(name: str) -> None:
 
 def test_a_sum_is_to_be_summed() -> None:
     kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
-    with pytest.raises(spmd.ReplicationError) as raised:
+    with pytest.raises(spmd.errors.ReplicationError) as raised:
         kernel(lambda x: x * lax.rsqrt(jnp.sum(x**2, axis=1, keepdims=True)))(jnp.ones((4, 16)))
     assert str(raised.value).endswith('\nfix: spmd.reduce(x**2, "b/dp d/tp -> b/dp 1")')

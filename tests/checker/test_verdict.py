@@ -137,7 +137,7 @@ def test_copies_that_differ_are_told() -> None:
     program = kernel("n -> scalar", loss, check="off")
     [one] = spmd.check(program, jnp.arange(1.0, 5.0))
     assert one.kind == "type" and 'jax.lax.pcast(<the result>, "dp", to="varying")' in one.advice
-    with pytest.raises(spmd.ReplicationError, match="gradients follow JAX's type"):
+    with pytest.raises(spmd.errors.ReplicationError, match="gradients follow JAX's type"):
         kernel("n -> scalar", loss)(jnp.arange(1.0, 5.0))
 
     def mended(x):

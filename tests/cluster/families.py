@@ -47,7 +47,7 @@ def drawn(name: str, seed: int) -> Program:
         return programs.of_layer(every[seed % len(every)])
     make, _ = programs.FAMILIES[family]
     for i in range(TRIES):
-        with contextlib.suppress(spmd.MeshError):  # a mesh that lacks a process
+        with contextlib.suppress(spmd.errors.MeshError):  # a mesh that lacks a process
             if (found := make(Choices(seed + i))).devices == DEVICES:
                 return found
     raise ValueError(f"no program of {TRIES} has a mesh of {DEVICES} devices")

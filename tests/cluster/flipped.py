@@ -31,7 +31,7 @@ def main() -> None:
         try:
             with jax.set_mesh(mesh):  # as programs have it
                 spmd.cluster.guard(0, state)
-        except spmd.SpmdError as error:
+        except spmd.errors.SpmdError as error:
             print(str(error).replace(f"device {device.id} ", "device 2 "), flush=True)
     print(f"rank {rank} is done", flush=True)
 

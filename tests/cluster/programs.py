@@ -68,7 +68,7 @@ def parts_of_another_size_are_refused(mesh):
     close(spmd.from_process_local(X[rows], "x/a/b y z", shape=X.shape, mesh=mesh), X)
     try:
         spmd.from_process_local(X[rows][1:], "x/a/b y z", shape=X.shape, mesh=mesh)
-    except spmd.SizeError as error:
+    except spmd.errors.SizeError as error:
         assert "the devices of this process hold" in str(error)
     else:
         raise AssertionError("no error")
@@ -78,7 +78,7 @@ def refused(call: Callable[[], Any], *parts: str) -> None:
     """An error of ours that says all this in every process, with the comparison on; and none with it off."""
     try:
         call()
-    except spmd.PlacementError as error:
+    except spmd.errors.PlacementError as error:
         for part in parts:
             assert part in str(error), f"{part!r} is not in {error}"
     else:
@@ -115,7 +115,7 @@ def copies_in_parts_are_compared(mesh):
     compare_replicas(False)
     try:
         spmd.from_process_local(X + rank, "x/a y z", mesh=across, check=True)
-    except spmd.PlacementError as error:
+    except spmd.errors.PlacementError as error:
         assert "have given different ones" in str(error)
     else:
         raise AssertionError("no error")
@@ -171,7 +171,7 @@ def batches_that_differ_between_processes_are_refused(mesh):
         make = functools.partial(spmd.cluster.batches, source, "x/a/b y z", **{"batch": size, "mesh": mesh, **more})
         try:
             make()
-        except spmd.SizeError as error:
+        except spmd.errors.SizeError as error:
             assert "do not read the same batches" in str(error)
         else:
             raise AssertionError("no error")
@@ -271,7 +271,7 @@ def fields_on_disk(mesh):
         whole = {one.device.process_index for one in first} == {0}
         try:
             spmd.cluster.write_zarr(alone, x, "x y z")
-        except spmd.PlacementError as error:
+        except spmd.errors.PlacementError as error:
             assert not whole and "do all processes reach this disk?" in str(error)
         else:
             assert whole
@@ -333,7 +333,7 @@ def a_mesh_that_leaves_a_process_out_is_refused(mesh):
     count, last = jax.process_count(), jax.process_count() - 1
     try:
         spmd.make_mesh(a=LOCAL * last)
-    except spmd.MeshError as error:
+    except spmd.errors.MeshError as error:
         assert f"process {last} of {count} has no device in the mesh" in str(error)
     else:
         raise AssertionError("no error")
@@ -348,7 +348,7 @@ def reference_mode_says_that_it_cannot(mesh):
         try:
             with spmd.mode("reference"):
                 call()
-        except spmd.ModeError as error:
+        except spmd.errors.ModeError as error:
             assert "spans processes" in str(error)
         else:
             raise AssertionError("no error")

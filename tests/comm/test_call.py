@@ -196,5 +196,7 @@ def test_a_result_of_another_shape_is_not_reshaped(monkeypatch: pytest.MonkeyPat
     swapped = lambda x, axes, split, concat, **how: true(x, axes, concat, split, **how)
     monkeypatch.setattr(jax.lax, "all_to_all", swapped)
     kernel = spmd.kernel("a/tp b -> a b/tp", mesh=device_mesh(MESH))(lambda x: all_to_all(x, "a/tp b -> a b/tp"))
-    with pytest.raises(spmd.SizeError, match=r"each device has \(1, 32\) of the result, and its layout says \(16, 2\)"):
+    with pytest.raises(
+        spmd.errors.SizeError, match=r"each device has \(1, 32\) of the result, and its layout says \(16, 2\)"
+    ):
         kernel(numbers(16, 8))

@@ -251,7 +251,7 @@ def test_latency_weighs_steps_by_what_they_take() -> None:
     for n, plan in plans.items():
         other = spmd.plan(pattern, sizes={"a": n, "b": n}, mesh=mesh, hardware="h100")
         assert plan.seconds <= other.seconds and plan.bytes >= other.bytes
-    slow = spmd.Hardware("slow", {"float32": 1e12}, 1e12, 1e9, spmd.Link(1e12, latency=1.0))
+    slow = spmd.accelerators.Hardware("slow", {"float32": 1e12}, 1e12, 1e9, spmd.accelerators.Link(1e12, latency=1.0))
     plan = spmd.plan("a/x/y b -> a/z b/x", sizes=small, mesh=mesh, prefer="latency", hardware=slow)
     assert plan.collectives <= spmd.plan("a/x/y b -> a/z b/x", sizes=small, mesh=mesh).collectives
 

@@ -40,7 +40,7 @@ def message(name: str, mesh) -> str:
 
 
 def _raised(name: str, mesh) -> str:
-    with pytest.raises(spmd.SpmdError) as caught:
+    with pytest.raises(spmd.errors.SpmdError) as caught:
         BAD[name](mesh)
     text = str(caught.value).strip("\n")
     text = re.sub(r"\S*(bad_\w+\.py):\d+", r"\1:N", text)
@@ -179,7 +179,7 @@ def test_the_example_of_each_verb_is_a_call_that_it_takes(verb, mesh):
     found = []
 
     def fn(x):
-        with pytest.raises(spmd.LayoutError) as caught:
+        with pytest.raises(spmd.errors.LayoutError) as caught:
             getattr(spmd, verb)(*[x] * (1 + (verb in OF_TWO)), 2)
         [example] = re.findall(r"^advice: as in (.*)$", str(caught.value), re.M)
         x = spmd.all_gather(x, "b/dp d -> b d") if verb in whole or verb == "meshgrid" else x

@@ -95,7 +95,9 @@ def test_the_bound_of_a_mesh_is_just_below_its_trace(example, mesh, ticks):
         found = spmd.search(example.build, devices=16_384, axes=example.AXES, hardware="h100", where=same)
     plan = example.Plan(**{axis: mesh.get(axis, 1) for axis in example.AXES}, rows=BATCH, length=LENGTH)
     assert found.traced == 1 and plan.turns == ticks
-    assert 0.9 < example.least(plan).seconds(found.best.mesh, spmd.hardware("h100")) / found.best.seconds <= 1
+    assert (
+        0.9 < example.least(plan).seconds(found.best.mesh, spmd.accelerators.hardware("h100")) / found.best.seconds <= 1
+    )
     assert found.best.peak < 0.9 * 80e9
     if "pp" in mesh:  # docs/pages/which-mesh.md has these figures
         assert found.best.seconds == pytest.approx(7.15, rel=0.005) and found.best.mfu == pytest.approx(
@@ -111,5 +113,5 @@ def test_layers_are_rounds_of_the_pipeline(example):
 
 
 def test_a_mesh_that_does_not_divide_the_rows_is_impossible(example):
-    with pytest.raises(spmd.Impossible, match="divide 2,048 rows"):
+    with pytest.raises(spmd.errors.Impossible, match="divide 2,048 rows"):
         example.build(spmd.make_mesh(fsdp=512, pp=32, abstract=True))

@@ -174,7 +174,7 @@ def test_mappings_nest_and_merge():
         assert hax.physical_axis_name("embed") == "tp"
         with hax.axis_mapping({"embed": None}):
             assert hax.physical_axis_name("embed") is None
-            with pytest.raises(spmd.LayoutError, match="no rule for batch"):
+            with pytest.raises(spmd.errors.LayoutError, match="no rule for batch"):
                 hax.physical_axis_name("batch")
         with hax.axis_mapping({"embed": None}, merge=True, mlp=("data", "tp")):  # the inner one holds
             assert hax.physical_axis_name("batch") == "data"
@@ -183,14 +183,14 @@ def test_mappings_nest_and_merge():
         with hax.axis_mapping({"embed": "data"}, embed="tp"):  # keywords hold
             assert hax.physical_axis_name("embed") == "tp"
         assert hax.physical_axis_name("embed") == "tp"
-    with pytest.raises(spmd.LayoutError, match="no mapping"):
+    with pytest.raises(spmd.errors.LayoutError, match="no mapping"):
         hax.physical_axis_name("embed")
 
 
 def test_a_mapping_ends_with_an_error():
     with pytest.raises(KeyError), hax.axis_mapping(RULES):
         raise KeyError
-    with pytest.raises(spmd.LayoutError, match="no mapping"):
+    with pytest.raises(spmd.errors.LayoutError, match="no mapping"):
         hax.physical_axis_name("embed")
 
 
@@ -358,14 +358,14 @@ def test_names_that_are_none(mesh):
         blocks: list["embed mlp"]  # noqa: F722
 
     for names in (lambda path: "embed mlp", 3, {"w": 3}, Layers):
-        with pytest.raises(spmd.LayoutError, match="pspec_for is given no arrays"):
+        with pytest.raises(spmd.errors.LayoutError, match="pspec_for is given no arrays"):
             hax.pspec_for(names, rules)
-        with pytest.raises(spmd.LayoutError, match="sharding_for_axis is given no arrays"):
+        with pytest.raises(spmd.errors.LayoutError, match="sharding_for_axis is given no arrays"):
             hax.sharding_for_axis(names, rules, mesh)
     for wrong in (3, "mesh", {"data": 2}):
-        with pytest.raises(spmd.MeshError, match="mesh is a jax.sharding.Mesh"):
+        with pytest.raises(spmd.errors.MeshError, match="mesh is a jax.sharding.Mesh"):
             hax.sharding_for_axis("embed", rules, wrong)
     assert hax.physical_axis_size("embed", rules, {"data": 2}) == 2
     for wrong in ("8", 2.5, -1, True):
-        with pytest.raises(spmd.SizeError, match="an int of at least 0"):
+        with pytest.raises(spmd.errors.SizeError, match="an int of at least 0"):
             hax.round_axis_for_partitioning("embed", wrong, rules, mesh)

@@ -52,5 +52,5 @@ def test_a_missing_mesh_is_an_error():
         lambda: hax.named_jit(lambda x: x, RULES, in_names=("batch embed",))(X),
         lambda: hax.sharding_for_axis("batch", RULES),
     ):
-        with pytest.raises(spmd.MeshError, match="no mesh"):
+        with pytest.raises(spmd.errors.MeshError, match="no mesh"):
             ask()

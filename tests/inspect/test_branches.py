@@ -11,7 +11,9 @@ from spmd.inspect._records import Turns, Work, price, turns_of
 
 D, B = 64, 32
 ONE = 2 * B * D * D  # the FLOPs of one product
-FLAT = spmd.Hardware("flat", {"float32": float(ONE)}, hbm_bandwidth=1e30, hbm_bytes=80e9, default=spmd.Link(1e30))
+FLAT = spmd.accelerators.Hardware(
+    "flat", {"float32": float(ONE)}, hbm_bandwidth=1e30, hbm_bytes=80e9, default=spmd.accelerators.Link(1e30)
+)
 
 
 def of(*shape: int) -> jax.ShapeDtypeStruct:
@@ -55,7 +57,9 @@ def test_the_dearest_of_branches_inside_branches():
 def test_a_collective_in_the_cheaper_branch_takes_no_time():
     """It is listed as taken, because on some input it runs."""
     mesh = spmd.make_mesh(tp=4, abstract=True)
-    link = spmd.Hardware("slow", {"float32": 1e30}, hbm_bandwidth=1e30, hbm_bytes=80e9, default=spmd.Link(1e6))
+    link = spmd.accelerators.Hardware(
+        "slow", {"float32": 1e30}, hbm_bandwidth=1e30, hbm_bytes=80e9, default=spmd.accelerators.Link(1e6)
+    )
 
     @spmd.kernel("a/tp b, scalar -> a/tp b", mesh=mesh)
     def turn(x, n):

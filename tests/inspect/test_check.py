@@ -24,7 +24,7 @@ def test_strict_asks_for_proof_or_test() -> None:
         return x * x.shape[0]
 
     assert spmd.check(kernel("b/dp d -> b/dp d", jnp.sin), X, strict=True).verdict.kind == "proved"
-    with pytest.raises(spmd.ReplicationError, match="computes something else"):
+    with pytest.raises(spmd.errors.ReplicationError, match="computes something else"):
         spmd.check(kernel("b/dp d -> b/dp d", twice), X, strict=True)
     with pytest.raises(SpmdError, match=r"strict=True asks for proof or test[\s\S]*nothing to check"):
         spmd.check(jnp.sin, X, strict=True)

@@ -31,7 +31,7 @@ WIDTHS = (60, 100, 140)
 
 def test_time_is_the_models():
     report = compiled_gradient()
-    time, h100 = report.time, spmd.hardware("h100")
+    time, h100 = report.time, spmd.accelerators.hardware("h100")
     assert time.compute == pytest.approx(sum(n / h100.peak(d) for d, n in report.written.matmul_flops.items()))
     assert time.memory == pytest.approx(report.written.hbm_bytes / h100.hbm_bandwidth)
     by_hand = sum(
@@ -43,8 +43,10 @@ def test_time_is_the_models():
 
 
 def test_a_faster_link_shortens_its_axis_alone():
-    machine = spmd.Hardware("lab", {"float32": 1e12}, 1e11, 1e9, spmd.Link(1e9), links={"tp": spmd.Link(4e9)})
-    slow = spmd.Hardware("slow", {"float32": 1e12}, 1e11, 1e9, spmd.Link(1e9))
+    machine = spmd.accelerators.Hardware(
+        "lab", {"float32": 1e12}, 1e11, 1e9, spmd.accelerators.Link(1e9), links={"tp": spmd.accelerators.Link(4e9)}
+    )
+    slow = spmd.accelerators.Hardware("slow", {"float32": 1e12}, 1e11, 1e9, spmd.accelerators.Link(1e9))
     times = [explain(make_mlp(), *arguments(), hardware=one).time.by_axis for one in (machine, slow)]
     assert times[0]["tp"] == pytest.approx(times[1]["tp"] / 4)
     assert times[0]["dp"] == pytest.approx(times[1]["dp"])
@@ -77,7 +79,7 @@ def printed(name: str) -> Explanation:
         return explain(jax.jit(lambda x: x + 1), f32(4), compiled=False)
     program = explain(make_mlp(), *arguments(MESH))
     report = collectives_of_text(HLO, mesh=program.mesh)
-    machine = spmd.hardware("tpu-v5p")
+    machine = spmd.accelerators.hardware("tpu-v5p")
     return Explanation("mlp", program.mesh, program.written, report, machine=machine, platform="gpu")
 
 

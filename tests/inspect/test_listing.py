@@ -213,8 +213,8 @@ def test_rich_prints_the_same():
 
 
 def test_other_findings_do_not_have_the_program():
-    with pytest.raises(spmd.SpmdError, match="do not have the program"):
-        spmd.Findings().source()
+    with pytest.raises(spmd.errors.SpmdError, match="do not have the program"):
+        spmd.inspect.Findings().source()
 
 
 def test_findings_and_errors_can_be_sent_to_another_process():
@@ -222,7 +222,7 @@ def test_findings_and_errors_can_be_sent_to_another_process():
     findings = spmd.check(fn, *structs)
     assert pickle.loads(pickle.dumps(findings)) == findings
     assert pickle.loads(pickle.dumps(findings))[0].line.number == findings[0].line.number
-    with pytest.raises(spmd.ReplicationError) as caught:
+    with pytest.raises(spmd.errors.ReplicationError) as caught:
         fn(jnp.ones((8, 16)))
     assert caught.value.program is not None
     again = pickle.loads(pickle.dumps(caught.value))

@@ -272,7 +272,9 @@ def test_where_the_mesh_comes_from():
         assert "mesh x=2" in str(spmd.visualize("a/x"))
     with spmd.axis_mapping({"batch": "x"}):
         assert "batch/x" in str(spmd.visualize("batch d/1", (4, 3), mesh))
-        with pytest.raises(spmd.LayoutError, match="has no rule for d"):  # as everywhere under an ambient mapping
+        with pytest.raises(
+            spmd.errors.LayoutError, match="has no rule for d"
+        ):  # as everywhere under an ambient mapping
             spmd.visualize("batch d", (4, 3), mesh)
 
 

@@ -27,13 +27,13 @@ PATTERNS = [
 ]
 
 
-def made(pattern: str, mesh: dict[str, int], **options) -> spmd.Plan:
+def made(pattern: str, mesh: dict[str, int], **options) -> spmd.inspect.Plan:
     size = math.lcm(*mesh.values()) ** 2 * 2
     names = [name for name in "abc" if name in pattern]
     return spmd.plan(pattern, sizes={name: size * (i + 1) for i, name in enumerate(names)}, mesh=mesh, **options)
 
 
-def positions(layout: Layout, plan: spmd.Plan) -> list[np.ndarray]:
+def positions(layout: Layout, plan: spmd.inspect.Plan) -> list[np.ndarray]:
     """For each device the positions of the whole array that it holds, as flat numbers; by names, not by boxes."""
     atoms = Layout(" ".join(f"{a.name}{''.join(f'/{x}' for x in a.axes or ())}" for a in layout.atoms) or "scalar")
     shape = tuple(plan.sizes[name] for name in atoms.names)
@@ -41,7 +41,7 @@ def positions(layout: Layout, plan: spmd.Plan) -> list[np.ndarray]:
     return [whole[np.ix_(*index)].ravel() for index in expected_index(atoms, shape, plan.mesh)]
 
 
-def check_moves(plan: spmd.Plan) -> None:
+def check_moves(plan: spmd.inspect.Plan) -> None:
     """Each step's transfers complete every shard, with data that the senders have."""
     for step in plan.steps:
         moved = transfers(step, plan.sizes, plan.mesh, plan.dtype.itemsize)

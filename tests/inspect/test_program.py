@@ -96,7 +96,7 @@ def test_the_mesh_may_come_from_outside():
         assert [one.axes for one in report.collectives] == [("tp",)]
         assert (report.compiled is None) == (mesh is MESH)
     own = spmd.kernel("b/dp -> b/dp", mesh=DEVICES)(lambda x: x)
-    with pytest.raises(spmd.MeshError, match="another mesh than that of the program"):
+    with pytest.raises(spmd.errors.MeshError, match="another mesh than that of the program"):
         explain(own, f32(8), mesh=spmd.make_mesh(dp=4, tp=2))
 
 

@@ -28,8 +28,10 @@ def test_time_lies_between_all_overlap_and_none():
 
 
 def test_a_gather_takes_what_its_link_says(mesh):
-    link = spmd.Link(bandwidth=1e9, latency=1e-6)
-    machine = spmd.Hardware("made up", flops={"float32": 1e12}, hbm_bandwidth=1e12, hbm_bytes=1e9, default=link)
+    link = spmd.accelerators.Link(bandwidth=1e9, latency=1e-6)
+    machine = spmd.accelerators.Hardware(
+        "made up", flops={"float32": 1e12}, hbm_bandwidth=1e12, hbm_bytes=1e9, default=link
+    )
 
     @spmd.kernel("b/dp d/tp -> b/dp d", mesh=mesh)
     def gather(x):

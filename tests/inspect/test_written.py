@@ -204,5 +204,5 @@ def test_what_was_traced_before(mesh):
     kernel = spmd.kernel("a/tp -> a/tp", mesh=mesh)(lambda x: spmd.shift(x, "[a/tp]"))
     x = jax.ShapeDtypeStruct((8,), jnp.float32)
     assert written(kernel.trace(x), (), {}).counts == written(kernel, (x,), {}).counts == {"ppermute": 1}
-    with pytest.raises(spmd.SpmdError, match="written view"):
+    with pytest.raises(spmd.errors.SpmdError, match="written view"):
         written(kernel.lower(x), (), {})

@@ -105,7 +105,7 @@ def test_vmap_says_that_it_gathers_what_it_maps():
     fix = r'mapped dimension is divided over dp\nfix: jax.vmap\(fn, spmd_axis_name="dp"\)'
     jax.vmap(double.auto)(x), jax.vmap(double.reference)(x)  # one keeps it, the other has one device
     for fn in (jax.vmap(double), jax.vmap(jax.grad(lambda x: (double(x) ** 2).sum()))):
-        with pytest.warns(spmd.VmapWarning, match=fix) as caught:
+        with pytest.warns(spmd.errors.VmapWarning, match=fix) as caught:
             fn(x)
         assert caught[0].filename == __file__
     with pytest.raises(PlacementError, match=fix):

@@ -211,12 +211,12 @@ def test_integers_have_no_gradient_to_pay():
     run = kernel("s/tp d, b/tp s -> s d, b/tp d", fn)
     numbers = np.arange(64).reshape(8, 8)
     close(run(numbers, numbers), run.reference(numbers, numbers))
-    with pytest.raises(spmd.ReplicationError, match="costs more backward"):
+    with pytest.raises(spmd.errors.ReplicationError, match="costs more backward"):
         run(X, X)
 
 
 def test_to_overrides():
-    with pytest.raises(spmd.ReplicationError, match="leaves the kernel whole"):
+    with pytest.raises(spmd.errors.ReplicationError, match="leaves the kernel whole"):
         kernel("s/tp d -> s d", lambda x: returned(x, "varying"))(X)
     assert "was chosen" not in str(spmd.explain(kernel("s/tp d -> s d", lambda x: returned(x, "invarying")), X))
 
@@ -301,7 +301,7 @@ PAYING = (paying, paying_later, paying_in_a_loop, paying_in_a_branch, paying_in_
 def test_a_program_that_another_use_pays_for_is_refused(fn):
     """And rightly: with the price ignored, the backward pass sends more, or more often, than with a gather for each."""
     pattern = "s/tp d, b/tp s -> s d, b/tp d"
-    with pytest.raises(spmd.ReplicationError, match="costs more backward") as caught:
+    with pytest.raises(spmd.errors.ReplicationError, match="costs more backward") as caught:
         kernel(pattern, fn)(X, Y)
     assert any('to="varying": a reduce-scatter over tp' in line for line in caught.value.fault.got)
 
@@ -327,7 +327,7 @@ def backward(run):
 
 
 def test_the_prices_are_what_is_sent():
-    with pytest.raises(spmd.ReplicationError) as caught:
+    with pytest.raises(spmd.errors.ReplicationError) as caught:
         kernel("s/tp d, b/tp s -> s d, b/tp d", paying)(X, Y)
     said = " ".join(caught.value.fault.got)
     scattered, summed = 256 * 3 // 4, 2 * 256 * 3 // 4
@@ -369,7 +369,7 @@ def raw_gather(x):
      ("s/tp d -> s d", raw_gather)],
 )  # fmt: skip
 def test_what_is_not_certain_stays_an_error(pattern, fn):
-    with pytest.raises(spmd.ReplicationError, match="a gathered copy leaves the kernel whole"):
+    with pytest.raises(spmd.errors.ReplicationError, match="a gathered copy leaves the kernel whole"):
         kernel(pattern, fn)(X)
 
 
@@ -406,7 +406,7 @@ def test_random_programs_are_refused_or_as_good_as_written(seed):
     there = sum(size for _, size in backward(written).values())
     try:
         jax.eval_shape(run, X, Y)
-    except spmd.ReplicationError as error:
+    except spmd.errors.ReplicationError as error:
         assert "costs more backward" in str(error)
         with mock.patch.object(_copies._Uses, "paid", lambda *_: []):
             assert sum(size for _, size in backward(kernel(pattern, fn)).values()) >= there

@@ -118,7 +118,7 @@ def test_an_equinox_module(mesh):
 def test_an_equinox_module_of_its_own_kind(mesh):
     """A module that knows nothing of layouts, with functions among its leaves."""
     module = equinox.nn.MLP(6, 8, 16, 1, key=jax.random.key(0))
-    layouts = spmd.layouts(equinox.filter(module, equinox.is_array), {"**/weight": "_ _", "**/bias": "_"})
+    layouts = spmd.match_layouts(equinox.filter(module, equinox.is_array), {"**/weight": "_ _", "**/bias": "_"})
     body = spmd.kernel(in_layouts=(layouts, "b/dp d"), out_layouts="b/dp f", mesh=mesh)(lambda m, x: jax.vmap(m)(x))
     np.testing.assert_allclose(body(module, X), jax.vmap(module)(X), rtol=1e-5)
 
@@ -126,7 +126,7 @@ def test_an_equinox_module_of_its_own_kind(mesh):
 def test_a_flax_state(mesh):
     module = nnx.Linear(6, 8, rngs=nnx.Rngs(0))
     graph, state = nnx.split(module)
-    layouts = spmd.layouts(state, {"**/kernel": "d f/tp", "**/bias": "f/tp"})
+    layouts = spmd.match_layouts(state, {"**/kernel": "d f/tp", "**/bias": "f/tp"})
     body = spmd.kernel(in_layouts=(layouts, "b/dp d"), out_layouts="b/dp f/tp", mesh=mesh)(
         lambda state, x: nnx.merge(graph, state)(x)
     )

@@ -37,7 +37,7 @@ def identity(x):
 
 def divided_scale(layer):
     """The error of a layer that gets features divided where it wants them whole."""
-    with pytest.raises(spmd.SpmdError) as caught:
+    with pytest.raises(spmd.errors.SpmdError) as caught:
         spmd.kernel("b d, d/dp -> b d", mesh=mesh(dp=2))(layer)(jnp.ones((4, 8)), jnp.ones(8))
     return str(caught.value)
 
@@ -133,7 +133,7 @@ def test_a_traceback_has_the_users_lines(mesh):
     """One frame of ours is that of the call itself."""
     typo, partial = failing(mesh)
     for kernel, own in ((typo, 2), (partial, 1)):
-        with pytest.raises(spmd.SpmdError) as caught:
+        with pytest.raises(spmd.errors.SpmdError) as caught:
             kernel(jnp.ones((4, 8)))
         files = files_of(caught.value)
         assert [file for file in files if file != __file__] == [_kernel.__file__], files
@@ -147,7 +147,7 @@ def test_the_traceback_of_a_wrong_signature_has_the_users_line(mesh):
 
 
 def test_a_traceback_is_whole_where_jax_filters_none(mesh):
-    with _traceback_filtering("off"), pytest.raises(spmd.SpmdError) as caught:
+    with _traceback_filtering("off"), pytest.raises(spmd.errors.SpmdError) as caught:
         failing(mesh)[0](jnp.ones((4, 8)))
     assert len(set(files_of(caught.value))) > 5
 

@@ -68,7 +68,7 @@ def test_numbers_are_asked_once_and_only_where_types_suspect(monkeypatch: pytest
     mean(x)
     mean(x)
     assert len(asked) == 1
-    with pytest.raises(spmd.ReplicationError):
+    with pytest.raises(spmd.errors.ReplicationError):
         kernel(wrong)(x)
 
 
@@ -77,7 +77,7 @@ def test_a_mean_by_hand_is_accepted() -> None:
     x = jnp.arange(6.0)
     kernel = spmd.kernel("d -> d", mesh=spmd.make_mesh(dp=4))
     np.testing.assert_allclose(kernel(lambda x: lax.psum(x, "dp") / lax.axis_size("dp"))(x), x)
-    with pytest.raises(spmd.ReplicationError, match="4 times as large"):
+    with pytest.raises(spmd.errors.ReplicationError, match="4 times as large"):
         kernel(lambda x: lax.psum(x, "dp"))(x)
 
 
@@ -87,6 +87,6 @@ def test_every_kernel_may_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))
     kernel(lambda x: x / x.shape[0])(x)
     monkeypatch.setenv("SPMD_CHECK", "full")
-    with pytest.raises(spmd.ReplicationError, match="spmd.size"):
+    with pytest.raises(spmd.errors.ReplicationError, match="spmd.size"):
         kernel(lambda x: x / x.shape[0])(x)
     kernel(lambda x: x / spmd.size("b"))(x)

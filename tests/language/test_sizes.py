@@ -92,6 +92,6 @@ def test_one_wording_wherever_a_fault_is_met(shape, rule, where):
         "picture": lambda: spmd.visualize("b/tp", shape, mesh=mesh),
         "shard": lambda: spmd.shard(x, "b/tp", mesh=mesh),
     }
-    with pytest.raises(spmd.SpmdError) as caught:
+    with pytest.raises(spmd.errors.SpmdError) as caught:
         meet[where]()
     assert rule in str(caught.value)

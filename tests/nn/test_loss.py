@@ -75,7 +75,7 @@ def test_gathered_scores_in_a_divided_loss():
         return nn.cross_entropy(logits, labels, tp=tp, dp="dp")
 
     kernel = spmd.kernel("b/dp s v/tp, b/dp s -> scalar", mesh=MESH)
-    with pytest.raises(spmd.SpmdError):
+    with pytest.raises(spmd.errors.SpmdError):
         kernel(lambda logits, labels: loss(logits, labels, "tp"))(LOGITS, LABELS)
     np.testing.assert_allclose(
         kernel(lambda logits, labels: loss(logits, labels, None))(LOGITS, LABELS), truth, rtol=1e-6

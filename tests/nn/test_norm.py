@@ -35,5 +35,5 @@ def test_the_gradient_of_a_norm_where_the_sequence_is_divided():
     for mode in MODES:
         np.testing.assert_allclose(jax.jit(getattr(kernel(gradient), mode))(x, scale, weights), truth, atol=1e-5)
     # deferred, the gradient is a partial sum, which does not leave the kernel as if it were complete
-    with pytest.raises(spmd.SpmdError, match="psum"):
+    with pytest.raises(spmd.errors.SpmdError, match="psum"):
         kernel(lambda x, scale, weights: gradient(x, spmd.defer(scale, "d -> d {R:dp,tp}"), weights))(x, scale, weights)

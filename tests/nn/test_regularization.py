@@ -20,11 +20,11 @@ def test_dropout_wants_the_layout_of_its_array():
 
     for layout, names in [("scalar", {}), ("d", {"d": 64}), ("q", {"q": 64}), ("b/dp q 1", {"q": 64})]:
         for rate in (0.5, 0):
-            with pytest.raises(spmd.LayoutError, match="has . dimensions?, not 2"):
+            with pytest.raises(spmd.errors.LayoutError, match="has . dimensions?, not 2"):
                 drop(layout, rate, **names)
-    with pytest.raises(spmd.SizeError, match="q has two sizes: 64 here, and 1 from the keyword q=1"):
+    with pytest.raises(spmd.errors.SizeError, match="q has two sizes: 64 here, and 1 from the keyword q=1"):
         drop("b/dp q", q=1)
-    with pytest.raises(spmd.SpmdError, match='is read as "b/tp d"'):
+    with pytest.raises(spmd.errors.SpmdError, match='is read as "b/tp d"'):
         drop("b/tp d", 0)
 
 

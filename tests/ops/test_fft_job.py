@@ -61,7 +61,7 @@ def test_the_samples_of_half_a_spectrum():
 def test_a_wall_on_elements_needs_two_of_them():
     wall = Wall(sine=False, type=1, inverse=False)
     assert job("fft.dct", "x/a z -> x/a kz", (8, 2), wall=wall).real == "both"
-    with pytest.raises(spmd.SizeError, match="has an element at each wall"):
+    with pytest.raises(spmd.errors.SizeError, match="has an element at each wall"):
         job("fft.dct", "x/a z -> x/a kz", (8, 1), wall=wall)
 
 

@@ -251,5 +251,5 @@ def test_layouts_stay_known(mesh):
     def wrong(x):
         return spmd.fused("a sum")(lambda x: spmd.reduce(x, "b/tp d/dp -> b/tp"))(x)
 
-    with pytest.raises(spmd.SpmdError, match="b/dp d/tp"):
+    with pytest.raises(spmd.errors.SpmdError, match="b/dp d/tp"):
         wrong(x)

@@ -256,7 +256,7 @@ def test_an_argument_is_known_in_the_function_that_is_differentiated():
 
     mesh = spmd.make_mesh(dp=2, tp=4)
     step = spmd.kernel("m/dp/tp -> m/dp/tp", mesh=mesh)(lambda w: spmd.grad(loss)(w))
-    with pytest.raises(spmd.SpmdError, match=r'holds "m/dp/tp", and is read as "m/tp/dp"') as raised:
+    with pytest.raises(spmd.errors.SpmdError, match=r'holds "m/dp/tp", and is read as "m/tp/dp"') as raised:
         step(jnp.arange(16.0))
     assert 'relayout(w, "m/dp/tp -> m/tp/dp")' in str(raised.value), "the argument is called by its name"
 
@@ -269,7 +269,7 @@ def test_a_loss_that_is_partly_declared_is_told_all_its_axes(said):
 
     kernel = spmd.kernel("b/dp d/tp -> scalar, b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
     x = jnp.arange(32.0).reshape(4, 8)
-    with pytest.raises(spmd.ReplicationError, match=r'advice: loss="\{U:dp,tp\}" if the sum is meant'):
+    with pytest.raises(spmd.errors.ReplicationError, match=r'advice: loss="\{U:dp,tp\}" if the sum is meant'):
         kernel(lambda x: step(x, said))(x)
     value, gradient = kernel(lambda x: step(x, "{U:dp,tp}"))(x)
     np.testing.assert_allclose(value, (x**2).sum())

@@ -67,7 +67,7 @@ def test_a_wall_whose_value_differs_between_devices() -> None:
     run = spmd.kernel("x/a -> x/a", mesh=make_mesh({"a": 4}))(
         lambda u: stencil.halo(u, "x/a -> 1+x/a", edge=u.sum())[:-1]
     )
-    with pytest.raises(spmd.SpmdError, match='"scalar".*different|differ'):
+    with pytest.raises(spmd.errors.SpmdError, match='"scalar".*different|differ'):
         run(numbers(0, (8,)))
 
 

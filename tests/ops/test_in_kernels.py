@@ -128,7 +128,7 @@ def test_a_missing_reduction_is_seen(mesh) -> None:
     def forgotten(x, w):
         return x @ w
 
-    with pytest.raises(spmd.SpmdError):
+    with pytest.raises(spmd.errors.SpmdError):
         forgotten(jnp.ones((2, 8)), jnp.ones((8, 3)))
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import SizeError
+from spmd.errors import SizeError
 
 MESH = spmd.make_mesh(a=2**16, abstract=True)
 EDGE, BEYOND = 2**31, 2**34

@@ -144,7 +144,7 @@ def test_the_routers_of_all_devices_stay_the_same() -> None:
     for shard in found.addressable_shards:
         np.testing.assert_array_equal(shard.data, found.addressable_shards[0].data)
     np.testing.assert_allclose(found, train.reference(*args), rtol=1e-4, atol=1e-5)
-    with pytest.raises(spmd.SpmdError, match=r"psum\(x, .*U:dp,ep,tp"):
+    with pytest.raises(spmd.errors.SpmdError, match=r"psum\(x, .*U:dp,ep,tp"):
         steps(lambda g: g, "d e")(*args)
     drifted = steps(lambda g: 8 * g, "i/dp j/ep l/tp d e", 1)(*args)  # each device's own, shown by another layout
     assert np.abs(drifted - one[None, None, None]).max() > 1e-2
@@ -175,7 +175,7 @@ def test_the_gradient_norm_counts_every_expert_once() -> None:
     right = math.sqrt(sum(squares))
     np.testing.assert_allclose(of(lambda g: parallel.global_norm(g, ins[1:])), right, rtol=1e-5)
     local = spmd.per_shard("what a device alone would know")(lambda g: jnp.sqrt(sum((leaf**2).sum() for leaf in g)))
-    with pytest.raises(spmd.SpmdError):
+    with pytest.raises(spmd.errors.SpmdError):
         of(local)
     missing = of(lambda g: local(g)[None, None, None], "i/dp j/ep l/tp")
     assert np.all(missing < 0.999 * right) and np.min(missing) < 0.5 * right  # and each device clips by its own

@@ -102,17 +102,17 @@ def missing(x):
 
 def test_norm_that_misses_experts_is_found(mesh):
     """Megatron-LM PR 5916: without the sum over ep the kernel refuses to return it as equal everywhere."""
-    with pytest.raises(spmd.ReplicationError, match="partial sum {U:ep} and a value that is equal on ep"):
+    with pytest.raises(spmd.errors.ReplicationError, match="partial sum {U:ep} and a value that is equal on ep"):
         norm_kernel(mesh, local_norm)(tree())
     without = {**LAYOUTS, "experts": "e g f/tp"}
     run = norm_kernel(mesh, lambda g: parallel.global_norm(g, without))
-    with pytest.raises(spmd.SpmdError, match='"e g f/tp"'):
+    with pytest.raises(spmd.errors.SpmdError, match='"e g f/tp"'):
         run(tree())
 
 
 def test_norm_that_counts_copies_is_another(mesh):
     """torchtitan 2318, SkyRL PR 1420: the naive sum counts replicated leaves as often as there are devices."""
-    with pytest.raises(spmd.ReplicationError, match="psum over dp of a value that is equal there"):
+    with pytest.raises(spmd.errors.ReplicationError, match="psum over dp of a value that is equal there"):
         norm_kernel(mesh, sum_of_all)(tree())
     naive = norm_kernel(mesh, spmd.per_shard("to see by how much it is wrong")(sum_of_all))(tree())
     assert naive > 1.2 * true_norm(tree())
@@ -123,7 +123,7 @@ def test_partial_sums_are_refused(layouts, mesh):
     def body(x):
         return parallel.global_norm({"w": spmd.reduce(x, "b/dp d -> d {U:dp}")}, layouts)
 
-    with pytest.raises(spmd.LayoutError, match=r"the norm is that of complete values"):
+    with pytest.raises(spmd.errors.LayoutError, match=r"the norm is that of complete values"):
         spmd.kernel("b/dp d -> scalar", mesh=mesh)(body)(jnp.ones((4, 3)))
 
 
@@ -131,7 +131,7 @@ def test_partial_sums_that_are_not_declared_are_found(mesh):
     def body(x):
         return parallel.global_norm({"w": x.sum(0)}, {"w": "d"})
 
-    with pytest.raises(spmd.ReplicationError, match="dp"):
+    with pytest.raises(spmd.errors.ReplicationError, match="dp"):
         spmd.kernel("b/dp d -> scalar", mesh=mesh)(body)(jnp.ones((4, 3)))
 
 

@@ -35,14 +35,14 @@ REST = {
     "class": Weights,
     "dict": {"w": "l d/dp f", "b": "l f/dp"},
     "instance": Weights("l d/dp f", Layout("l f/dp"), "scalar"),
-    "function": lambda tree: spmd.layouts(tree, {"w": "l d/dp f", "b": "l f/dp"}),
+    "function": lambda tree: spmd.match_layouts(tree, {"w": "l d/dp f", "b": "l f/dp"}),
     "function of a class": lambda tree: Weights,
 }
 USE = {
     "class": InUse,
     "dict": {"w": "l d f", "b": "l f"},
     "instance": Weights("l d f", Layout("l f"), "scalar"),
-    "function": lambda tree: spmd.layouts(tree, {"w": "l d f", "b": "l f"}),
+    "function": lambda tree: spmd.match_layouts(tree, {"w": "l d f", "b": "l f"}),
     "function of a class": lambda tree: InUse,
 }
 L, D = 2, 4
@@ -167,7 +167,7 @@ def test_what_does_not_fit_is_told_the_same_way_everywhere(mesh, params) -> None
     }
     for what, group in calls.items():
         for call in group:
-            with pytest.raises(spmd.LayoutError) as caught:
+            with pytest.raises(spmd.errors.LayoutError) as caught:
                 call()
             lines = str(caught.value).split("\n")
             assert [line.removeprefix("- ") for line in lines[-2:]] == [t.replace("params", what, 1) for t in told]

@@ -9,7 +9,9 @@ from spmd import all_gather, einsum
 from spmd.searcher import Bound
 
 SIZES = {"b": 64, "s": 8, "d": 32, "f": 64}
-FLAT = spmd.Hardware("flat", {"bfloat16": 400e12}, hbm_bandwidth=1e30, hbm_bytes=80e9, default=spmd.Link(50e9))
+FLAT = spmd.accelerators.Hardware(
+    "flat", {"bfloat16": 400e12}, hbm_bandwidth=1e30, hbm_bytes=80e9, default=spmd.accelerators.Link(50e9)
+)
 LAYOUTS = ("b/dp/fsdp s/tp d", "d/fsdp f/tp", "f/tp d/fsdp")
 
 

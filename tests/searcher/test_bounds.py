@@ -7,7 +7,7 @@ import spmd
 from spmd.searcher import Bound
 from spmd.searcher._result import bytes_at_rest, undivided, without_latency
 
-H100 = spmd.hardware("h100")
+H100 = spmd.accelerators.hardware("h100")
 
 
 def argument(layout, *shape, **axes):

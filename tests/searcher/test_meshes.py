@@ -9,7 +9,7 @@ import pytest
 import spmd
 from spmd.searcher._result import communication, factorisations, laid, orders
 
-H100 = spmd.hardware("h100")
+H100 = spmd.accelerators.hardware("h100")
 
 
 def test_16384_devices_over_five_axes_are_3060_meshes():
@@ -49,11 +49,11 @@ def test_what_overlaps_lies_outside_if_the_other_work_hides_it():
 
 
 def test_a_torus_has_no_inside():
-    assert list(orders({"dp": 4, "tp": 8}, spmd.hardware("tpu-v5p"))) == [{"dp": 4, "tp": 8}]
+    assert list(orders({"dp": 4, "tp": 8}, spmd.accelerators.hardware("tpu-v5p"))) == [{"dp": 4, "tp": 8}]
 
 
 def test_several_slices_have_one_and_the_network_between_them_is_priced():
-    pod, between = spmd.hardware("tpu-v5p"), spmd.Link(6.25e9, latency=20e-6)
+    pod, between = spmd.accelerators.hardware("tpu-v5p"), spmd.accelerators.Link(6.25e9, latency=20e-6)
     slices = dataclasses.replace(pod, node=pod.default, node_size=64, default=between)
     sent = [("all_gather", ("dp",), 9e9, 1), ("all_gather", ("tp",), 1e9, 1)]
     order, seconds = laid(sent, {"dp": 8, "tp": 64}, slices)

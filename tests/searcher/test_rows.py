@@ -14,7 +14,7 @@ MESH = {"dp": 2, "fsdp": 1, "tp": 4}
 
 def row(bound=None, overlap=()):
     fn, args = mlp(spmd.make_mesh(abstract=True, **MESH))
-    return row_of(spmd.explain(fn, *args), MESH, {}, spmd.hardware("h100"), bound or Bound(), overlap)
+    return row_of(spmd.explain(fn, *args), MESH, {}, spmd.accelerators.hardware("h100"), bound or Bound(), overlap)
 
 
 def test_a_row_is_what_explain_says_with_the_axes_in_its_order():
@@ -36,7 +36,7 @@ def test_what_overlaps_costs_only_what_sticks_out():
 def test_the_share_of_the_peak_is_that_of_what_the_model_needs():
     mesh = types.SimpleNamespace(size=8)
     assert row(Bound(needed={"float32": flops(mesh) / 2})).mfu == pytest.approx(row().mfu / 2)
-    assert row().time.compute * spmd.hardware("h100").peak("float32") == pytest.approx(flops(mesh))
+    assert row().time.compute * spmd.accelerators.hardware("h100").peak("float32") == pytest.approx(flops(mesh))
 
 
 def test_pareto_marks_what_is_smaller_than_all_that_is_quicker():

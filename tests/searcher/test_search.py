@@ -63,7 +63,7 @@ def test_a_search_that_ends_early_says_so():
 def test_what_excludes_is_counted(every):
     def build(mesh):
         if mesh.shape["dp"] == 4:
-            raise spmd.Impossible("dp is not 4.")
+            raise spmd.errors.Impossible("dp is not 4.")
         return mlp(mesh, sizes={"d": 12})
 
     found = spmd.search(build, devices=8, axes=AXES, hardware="h100", where=lambda mesh: mesh["tp"] <= 4)
@@ -89,7 +89,7 @@ def test_build_is_called_once_for_each_candidate():
 def test_memory_is_a_filter(every):
     peaks = sorted(row.peak for row in every.rows)
     rest = sorted(row.memory.arguments for row in every.rows)
-    room = dataclasses.replace(spmd.hardware("h100"), hbm_bytes=peaks[4])
+    room = dataclasses.replace(spmd.accelerators.hardware("h100"), hbm_bytes=peaks[4])
     found = spmd.search(mlp, devices=8, axes=AXES, hardware=room, memory=1.0)
     assert {row.peak for row in found.rows} == {size for size in peaks if size <= peaks[4]}
     assert found.counts.get("memory at rest", 0) == sum(size > peaks[4] for size in rest)

@@ -80,7 +80,7 @@ def test_no_devices_are_needed_for_what_is_written():
     shapes = (256, 128, 512), (512, 128), (128, 512)
     args = tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)
     assert_collectives(make_mlp(mesh), args, RIGHT, view="written")
-    with pytest.raises(spmd.MeshError):
+    with pytest.raises(spmd.errors.MeshError):
         assert_collectives(make_mlp(mesh), args, RIGHT)
 
 

@@ -354,7 +354,7 @@ def test_a_divergent_collective_is_found_before_it_hangs():
 
         return made
 
-    with pytest.raises(spmd.ReplicationError, match="dp"):
+    with pytest.raises(spmd.errors.ReplicationError, match="dp"):
         assert_same_on_any_mesh(build("dp"), struct(4, 4), mesh=mesh)
     with pytest.raises(Mismatch, match="body is not the same"):  # it runs; it means something else on each mesh
         assert_same_on_any_mesh(build("tp"), struct(4, 4), mesh=mesh)
@@ -366,7 +366,7 @@ def test_a_divergent_collective_is_found_whatever_the_kernel_asks_for(how):
     def body(x):
         return lax.cond((x > 0).any(), lambda x: x * lax.psum(x.sum(), "dp"), lambda x: x, x)
 
-    with pytest.raises(spmd.ReplicationError, match="wait for each other"):
+    with pytest.raises(spmd.errors.ReplicationError, match="wait for each other"):
         assert_same_on_any_mesh(body, struct(4))
 
 
@@ -377,7 +377,7 @@ def test_the_findings_of_check_are_asked_for(monkeypatch):
     build = lambda mesh: jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P("dp"), out_specs=P("dp"))
     assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2), devices=True)
     found.kind = "divergent"
-    with pytest.raises(spmd.ReplicationError, match="divergent"):
+    with pytest.raises(spmd.errors.ReplicationError, match="divergent"):
         assert_same_on_any_mesh(build, struct(4), mesh=spmd.make_mesh(dp=2), devices=True)
 
 

@@ -75,7 +75,7 @@ def test_what_stays_large_is_not_drawn(mesh):
         assert spmd.size("s") == 2**20 and spmd.size("b") == 1024
         return x
 
-    with pytest.raises(spmd.SizeError, match="too many numbers to draw"):
+    with pytest.raises(spmd.errors.SizeError, match="too many numbers to draw"):
         assert_same_on_any_mesh(picky, struct(1024, 2**20))
 
 

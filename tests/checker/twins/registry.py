@@ -235,7 +235,7 @@ def refused(pair: Pair) -> str:
     """Who refuses the wrong body outside of a kernel when it is traced: "JAX", "verb" for one of ours, or nobody."""
     try:
         jax.eval_shape(pair.shard_map(pair.mistaken), *pair.arguments())
-    except spmd.SpmdError:
+    except spmd.errors.SpmdError:
         return "verb"
     except Exception:  # JAX says what it does not like in many types
         return "JAX"
@@ -257,7 +257,7 @@ def findings(pair: Pair, body: Callable[..., Any], *, raw: bool = False) -> list
     args = pair.arguments()
     try:
         return [Said(str(one), one.kind, one.line, one.certain) for one in spmd.check(run, *args)]
-    except spmd.SpmdError as error:
+    except spmd.errors.SpmdError as error:
         return [Said(str(error))]
     except Exception as error:
         if body is pair.mistaken and refused(pair) == "JAX":

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from spmd import hardware
+from spmd.accelerators import hardware
 from spmd.comm.planner._route import Request, route, seconds_of
 from tests.comm.test_resharding import placements
 from tests.sampler import seeds
