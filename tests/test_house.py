@@ -33,7 +33,7 @@ BUDGET = {
     "_python": 210,
     "_text": 190,
     "_trees": 440,
-    "checker": 5240,
+    "checker": 5290,
     "cluster": 2050,
     "comm": 2340,
     "drawing": 300,

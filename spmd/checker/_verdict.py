@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd._jaxprs.lines import called_at, line_of
-from spmd._jaxprs.walker import equations, opened, shape_of
+from spmd._jaxprs.walker import equations
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
+from spmd.checker._noise import is_meant
 from spmd.checker._numbers import Difference, advice_on, cause_of, labelled
 from spmd.checker._simulator import Fault as Broken
-from spmd.checker._state import HIDDEN, State, axes_of_dim, size_of
+from spmd.checker._state import HIDDEN, State
 from spmd.errors import Fault
 from spmd.language import mesh_text
 
@@ -173,26 +174,8 @@ def _of_fault(fault: Broken, name: str, on: str) -> Finding:
 def but_for_noise(trial: Trial, walk: Engine) -> Trial:
     """The same trial, if no device draws random numbers for its own block; else one without random numbers, as what
     differs may be these.
-
-    Numbers by a key that is folded with `axis_index` depend on the mesh by intent, where they are a block's along each
-    axis that divides the data. Those for copies of the same, and one for a whole block, are a mistake like any other.
     """
-    if not trial.wrong or trial.faults:
-        return trial
-    known = lambda atom: walk.known.get(atom) if not hasattr(atom, "val") else None
-    inputs = [var for eqn, _ in walk.outputs for var in opened(eqn.params["jaxpr"])[0].invars]
-    dims = [dim for state in filter(None, map(known, inputs)) for dim in state.dims]
-    blocks = {(axis, size_of(dim)) for dim in dims for axis in axes_of_dim(dim)}
-    folded: set[str] = set()
-    for eqn in equations(walk.root):
-        state = known(eqn.invars[-1]) if eqn.primitive.name in ("random_fold_in", "random_bits") else None
-        if state is not None and eqn.primitive.name == "random_fold_in" and state.table is not None:
-            folded |= {*state.table.axes}
-        elif state is not None and eqn.primitive.name == "random_bits" and state.axes:
-            shape = shape_of(eqn.outvars[0])
-            if not any(axis in state.axes and n in shape for axis, n in blocks):
-                return trial
-    if not folded or folded != {axis for axis, _ in blocks}:
+    if not trial.wrong or trial.faults or not is_meant(walk):
         return trial
     quiet = trial.quieted() if trial.quieted else trial
     depend = "its random numbers depend on the mesh, because a key is folded with axis_index"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,10 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.checker import Trial
-from spmd.checker._dataflow import Dataflow, walk_closed
 from spmd.checker._finding import found
-from spmd.checker._numbers import Difference
-from spmd.checker._verdict import Verdict, but_for_noise, confirmed, judge
+from spmd.checker._verdict import Verdict, confirmed, judge
 from spmd.errors import Fault
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
@@ -184,30 +181,3 @@ def test_what_nobody_holds_is_not_an_error_of_ours() -> None:
         terms = jax.reshard(jnp.arange(8.0), P(unreduced={"x"}))
         found = [spmd.check(summed, terms), spmd.check(kept, jax.device_put(jnp.arange(8), P("x")))]
     assert [(list(one), one.verdict.kind) for one in found] == [([], "not tested")] * 2
-
-
-@pytest.mark.parametrize(
-    ("axes", "shape", "meant"),
-    [
-        (("dp",), (2, 3), True),  # of each device's own rows
-        ((), (2, 3), False),  # of one key that all have
-        (("tp",), (2, 3), False),  # copies along tp get other numbers
-        (("dp", "tp"), (2, 3), False),
-        (("dp",), (1, 3), False),  # one row of numbers for a whole block
-    ],
-)
-def test_noise_of_each_device_is_meant_for_its_own_block(axes, shape, meant):
-    def body(key, x):
-        return x + jax.random.normal(jax.random.fold_in(key, jax.lax.axis_index(axes) if axes else 3), shape)
-
-    mesh = spmd.make_mesh(dp=4, tp=2)
-    run = jax.shard_map(body, mesh=mesh, in_specs=(jax.P(), jax.P("dp")), out_specs=jax.P(("dp", "tp")))
-    walk = Dataflow("", ("dp", "tp"))
-    walk_closed(walk, jax.make_jaxpr(run)(jax.random.key(0), jnp.ones((8, 3))))
-    wrong = Trial(dict(mesh.shape), (Difference((), "", ""),))
-    left = but_for_noise(wrong, walk)
-    assert left.why.startswith("its random numbers depend on the mesh") if meant else left is wrong
-    quiet = Trial(dict(mesh.shape), quiet=True)
-    assert (but_for_noise(replace(wrong, quieted=lambda: quiet), walk) is quiet) == meant
-    agrees = Trial(dict(mesh.shape))
-    assert but_for_noise(agrees, walk) is agrees
