@@ -244,9 +244,8 @@ class Engine(Domain):
         if same is not None:
             return [same]
         counted = bool(operands) and None not in [o.table for o in operands]
-        params = eqn.params if counted else entry.params
-        told = (*map(eqn.params.get, params), shape_of(eqn.outvars[0])) if params else ()
-        key: Any = name, tuple(map(id, operands)), told
+        told = tuple(eqn.params.values()) if counted else entry.told and entry.told(eqn)
+        key: Any = name, tuple(map(id, operands)), told, told is not None and shape_of(eqn.outvars[0])
         try:
             known = self._memo.get(key)
         except TypeError:  # a parameter has no hash

@@ -10,7 +10,7 @@ The idea of one factor map per operation is that of Shardy's sharding rules
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,12 +51,14 @@ class Entry(NamedTuple):
       linear: What becomes of a partial sum, the name of a rule in `_linear`.
       says: The map in words, for the printed table.
       params: The parameters that the map depends on.
+      told: What the map takes from them, to remember it by; None where it depends on none.
     """
 
     map: Callable[[Any], Map]
     linear: str
     says: str
     params: tuple[str, ...] = ()
+    told: Callable[[Any], Hashable] | None = None
 
 
 def _rank(atom: Any) -> int:
@@ -221,12 +223,16 @@ def _triangular_solve(eqn: Any) -> Map:
 MOVES = frozenset(("slice", "pad", "concatenate", "update"))
 
 
-def _slice(eqn: Any) -> Map:
+def _cut(eqn: Any) -> tuple[int, ...]:
     """What gets shorter is cut, but for evenly spaced elements of each block, which are those of the whole."""
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(before)
     every = range(len(before))
-    cut = [d for d in every if before[d] != after[d] * strides[d] or starts[d] >= strides[d]]
+    return tuple([d for d in every if before[d] != after[d] * strides[d] or starts[d] >= strides[d]])
+
+
+def _slice(eqn: Any) -> Map:
+    every, cut = range(_rank(eqn.invars[0])), _cut(eqn)
     return Map([every], every, whole=dict.fromkeys(cut, "slice"), made=frozenset(cut))
 
 
@@ -306,9 +312,10 @@ def rounds(eqn: Any) -> bool:
 TABLE: dict[str, Entry] = {}
 
 
-def _enter(names: str, how: Callable[[Any], Map], linear: str, says: str, *params: str) -> None:
+def _enter(names: str, how: Callable[[Any], Map], linear: str, says: str, *params: str, told: Any = None) -> None:
+    given = (lambda eqn: tuple(map(eqn.params.get, params))) if params else None
     for name in names.split():
-        TABLE[name] = Entry(how, linear, says, params)
+        TABLE[name] = Entry(how, linear, says, params, told or given)
 
 
 _IDENTITIES = """neg real imag conj copy copy_p spmd_fused stop_gradient name sharding_constraint
@@ -352,7 +359,7 @@ _enter("cumsum", _scan("scan"), "passes", "whole: scan", "axis")
 _enter("cumprod cummax cummin cumlogsumexp", _scan("scan"), "curved", "whole: scan", "axis")
 _enter("sort", _along("sort", "dimension"), "curved", "whole: sort", "dimension")
 _enter("top_k approx_top_k", _top_k, "curved", "whole: top_k", "axis", "reduction_dimension", "k")
-_enter("slice", _slice, "passes", "whole: slice", "start_indices", "strides")
+_enter("slice", _slice, "passes", "whole: slice", "start_indices", "strides", told=_cut)
 _enter("split", _along("slice", "axis"), "passes", "whole: slice", "axis", "sizes")
 _enter("unstack", _unstack, "passes", "whole: slice", "axis")
 _enter("pad", _pad, "sums", "whole: pad", "padding_config")
