@@ -119,7 +119,8 @@ class WindowName(str):
 
 
 def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
-    """Why an equation is meant per shard: the reason of its innermost `per_shard`. None if there is none around it.
+    """Return why an equation is meant per shard: the reason of its innermost `per_shard`. None if there is none around
+    it.
 
     Args:
       eqn: The equation.

@@ -86,7 +86,7 @@ def line_of_body(eqn: Any) -> LineName:
 
 
 def is_ours(eqn: Any) -> bool:
-    """Whether this package called JAX's function that made an equation, and not the user."""
+    """Return whether this package called JAX's function that made an equation, and not the user."""
     files = (code.co_filename for code, _ in _compat.call_stack(eqn))
     return next((file.startswith(_PACKAGE) for file in files if not _compat.in_jax(file)), False)
 
@@ -102,12 +102,12 @@ def gradient_line(eqn: Any) -> LineName:
 
 @functools.cache
 def is_users(file: str) -> bool:
-    """Whether the user wrote a file: not we, nor JAX, and it was not installed as a package."""
+    """Return whether the user wrote a file: not we, nor JAX, and it was not installed as a package."""
     return is_outside(file) and not file.startswith((*_INSTALLED, "<frozen "))
 
 
 def is_of_library(file: str) -> bool:
-    """Whether a file is part of JAX, or of another package that was installed; not of this one."""
+    """Return whether a file is part of JAX, or of another package that was installed; not of this one."""
     return not is_users(file) and not file.startswith(_PACKAGE)
 
 
@@ -145,7 +145,7 @@ def called_at() -> LineName:
 
 
 def is_outside(file: str) -> bool:
-    """Whether a file is neither ours nor JAX's."""
+    """Return whether a file is neither ours nor JAX's."""
     return not file.startswith(_PACKAGE) and not _compat.in_jax(file)
 
 
@@ -161,12 +161,12 @@ def line_of_error(error: BaseException) -> LineName:
 
 
 def is_transposed(eqn: Any, callers: Sequence[Any] = ()) -> bool:
-    """Whether the equation belongs to a backward pass, which JAX wrote and not the user."""
+    """Return whether the equation belongs to a backward pass, which JAX wrote and not the user."""
     return any(_compat.is_backward(_compat.name_stack(e)) for e in (eqn, *callers))
 
 
 def is_differentiated(eqn: Any) -> bool:
-    """Whether the equation belongs to the forward pass of a derivative."""
+    """Return whether the equation belongs to the forward pass of a derivative."""
     return "jvp(" in str(eqn.source_info.name_stack)
 
 

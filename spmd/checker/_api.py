@@ -40,7 +40,7 @@ def checked(
     build: Callable[[Any], Any] | None,
     listing: Listing,
 ) -> Findings:
-    """What `spmd.check` finds. `listing` makes the source of a program of this name, for its findings."""
+    """Return what `spmd.check` finds. `listing` makes the source of a program of this name, for its findings."""
     leaves, structure = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if is_array(x)]
     meshes: list[Any] = []
@@ -90,7 +90,8 @@ def checked(
 
 
 def _without_bodies(jaxpr: Any, name: str) -> Verdict:
-    """What is known of a program without kernels: on Explicit axes JAX's types say it all, and on others nothing."""
+    """Return what is known of a program without kernels: on Explicit axes JAX's types say it all, and on others
+    nothing."""
     inner = opened(jaxpr)[0]
     meshes = [var.aval.sharding.mesh for var in inner.invars if _compat.is_typed(var)]
     if not meshes:
@@ -110,7 +111,8 @@ def _tried(
     gradients: bool,
     reference: Callable[..., Any] | None,
 ) -> Trial:
-    """What numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few devices."""
+    """Return what numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few
+    devices."""
     mesh, found = first_body(traced.jaxpr).params["mesh"], Trial(sizes, why=TOO_LARGE)
     if fewer_devices(sizes) == sizes:
         found = tried(run, arrays, mesh, sizes, gradients=gradients, traced=traced, reference=reference)
@@ -186,7 +188,7 @@ class InState(NamedTuple):
 
 
 def in_states_of(values: Iterable[Any]) -> list[InState]:
-    """What JAX says of arrays: a varying one is different, an unreduced one is a partial sum, others are equal."""
+    """Return what JAX says of arrays: a varying one is different, an unreduced one a partial sum, others are equal."""
     states = []
     for value in values:
         partial = _compat.unreduced_axes(value)

@@ -89,7 +89,7 @@ class Trial:
         return not (self.differences or self.faults or self.why)
 
     def by_axis(self) -> dict[str, Sequence[Difference]]:
-        """How it differs where one axis alone has several devices, if there are several axes and it can be told."""
+        """Return how it differs where one axis alone has several devices, if there are several axes and it is known."""
         wide = [axis for axis, n in self.sizes.items() if n > 1]
         found = {axis: self.along({a: n if a == axis else 1 for a, n in self.sizes.items()}) for axis in wide}
         return {axis: one for axis, one in found.items() if one is not None} if len(wide) > 1 else {}
@@ -222,7 +222,7 @@ class _Program:
         return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
 
     def _faults(self) -> tuple[Fault, ...]:
-        """What goes wrong on the mesh itself, forward."""
+        """Return what goes wrong on the mesh itself, forward."""
         forward = self.forward[*self.sizes.items(), "explicit"]
         try:
             return tuple(self._run(self.draws[0], grad=False)(forward.jaxpr)[1])
@@ -232,7 +232,7 @@ class _Program:
     def _along(
         self, form: _Form, wanted: Sequence[Array], run: _Run, sizes: Mapping[str, int]
     ) -> list[Difference] | None:
-        """How the program differs on another mesh; None where that cannot be told."""
+        """Return how the program differs on another mesh; None where that cannot be told."""
         try:
             jaxpr, other = self._traced(sizes)
             found, _ = run(jaxpr)

@@ -70,8 +70,8 @@ class Call(NamedTuple):
 
 
 def _is_module(name: str, code: Any) -> bool | None:
-    """Whether a name is a module and not an array where this code runs; None where nobody knows. A cell of a notebook
-    has its imports in another one."""
+    """Return whether a name is a module and not an array where this code runs; None where nobody knows. A cell of a
+    notebook has its imports in another one."""
     if name in _imported(code.co_filename):
         return True
     if name in (*code.co_varnames, *code.co_cellvars, *code.co_freevars):
@@ -110,7 +110,7 @@ def given_to(walk: Any, atom: Any, call: Call) -> Iterator[Any]:
 
 
 def _runs_library(eqn: Any) -> bool:
-    """Whether an equation calls a function of a library that was traced alone."""
+    """Return whether an equation calls a function of a library that was traced alone."""
     jaxpr = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
     file = None if jaxpr is None else getattr(opened(jaxpr)[0].debug_info, "func_filename", None)
     return file is not None and is_of_library(file)

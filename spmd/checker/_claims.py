@@ -170,12 +170,12 @@ def _wrong_dims(
 
 
 def _is_tile(dim: Dim) -> bool:
-    """Whether equal blocks are copies one after another: the whole is a tile of them."""
+    """Return whether equal blocks are copies one after another: the whole is a tile of them."""
     return len(dim) > 1 and dim[0][1] is FREE and not axes_of_dim(dim)
 
 
 def _in_order(dim: Dim, factors: tuple[Axes, ...], walk: Engine) -> bool:
-    """Whether a dimension of several factors is what a layout with these factors says."""
+    """Return whether a dimension of several factors is what a layout with these factors says."""
     if not axes_of_dim(dim):
         return True
     divided = [axes for _, axes in dim]
@@ -217,7 +217,7 @@ def _hidden_axes(walk: Engine, eqn: Any, state: State, claim: Claim, places: lis
 def _check_marks(
     walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
 ) -> None:
-    """What a layout says of the axes that do not divide any of its dimensions."""
+    """Check what a layout says of the axes that do not divide any of its dimensions."""
     role = eqn.params["role"]
     marks = frozenset(walk.tracked(claim.unreduced))
     order = lambda axes: [a for a in walk.sizes if a in axes]
@@ -292,7 +292,7 @@ def _said(walk: Engine, dim: Dim, factors: tuple[Axes, ...]) -> Dim:
 
 
 def _noted(walk: Engine, state: State, claim: Claim) -> State:
-    """What a layout adds if it is not believed: an equal value that it calls divided differs from here on."""
+    """Return what a layout adds if it is not believed: an equal value that it calls divided differs from here on."""
     said = frozenset(walk.tracked((*claim.named, *claim.unreduced))) - state.axes
     if not said:
         return state

@@ -52,7 +52,7 @@ def _unplaced(walk: Engine, operand: State, shape: Sequence[int], different: Axe
 
 
 def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
-    """What is left pending after a collective over these axes."""
+    """Return what is left pending after a collective over these axes."""
     return frozenset([p for p in operand.pending if p.axis not in over])
 
 
@@ -128,7 +128,7 @@ def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 
 
 def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> State:
-    """What was gathered along these axes."""
+    """Return what was gathered along these axes."""
     over = frozenset(axes)
     return walk.kept(
         operand._replace(
@@ -216,7 +216,7 @@ def _divided_dim(dim: Dim, axes: Axes, count: int) -> Dim | None:
 
 
 def _is_whole(cut: Dim | None, axes: Axes) -> bool:
-    """Whether the blocks along these axes make the whole. Those of a constant are all the same."""
+    """Return whether the blocks along these axes make the whole. Those of a constant are all the same."""
     return cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
 
 
@@ -307,8 +307,8 @@ def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequen
 
 
 def _came_around(dim: Dim) -> bool:
-    """Whether an exchange has put blocks of another dimension around this one. They may go back to where they were, and
-    then the other dimension is divided, or become blocks of this one: the same numbers are both."""
+    """Return whether an exchange has put blocks of another dimension around this one. They may go back to where they
+    were, and then the other dimension is divided, or become blocks of this one: the same numbers are both."""
     return len(dim) > 1 and not dim[0][1] and not dim[1][1]
 
 

@@ -32,8 +32,8 @@ class Control(Engine):
         return self.kept(value._replace(dims=value.dims[1:], pending=value.pending | steps, table=None))
 
     def _step(self, place: int) -> int:
-        """What tells the steps of the loop that the walk is in from those of loops around it, and the place of the axis
-        among those that divide the dimension."""
+        """Return what tells the steps of the loop that the walk is in from those of loops around it, and the place of
+        the axis among those that divide the dimension."""
         return -2 - place - (NESTED + 1) * len(self._loops)
 
     def _steps(self, value: State) -> dict[Pending, int]:

@@ -81,7 +81,7 @@ class Dataflow(Control):
         return self.kept(State(dims, state.partial | partial, state.different - held, zero=state.zero))
 
     def _outside(self, state: State, own: frozenset[str], var: Any, spec: Any) -> State:
-        """What a body gave, as a whole array."""
+        """Return what a body gave, as a whole array."""
         shape = shape_of(var)
         held = state.axes - own
         dims = tuple(plain(n) if not held else hidden(n) for n in shape)
@@ -126,8 +126,8 @@ def _axes_by_dim(spec: Any, rank: int) -> list[tuple[str, ...]]:
 
 
 def typed(aval: Any) -> State | None:
-    """How a value lies by its type: the axes in their order, and those along which it is a partial sum. None of a type
-    that does not say it."""
+    """Return how a value lies by its type: the axes in their order, and those along which it is a partial sum. None of
+    a type that does not say it."""
     sharding = getattr(aval, "sharding", None)
     if sharding is None or sharding.mesh.empty:
         return None
@@ -140,7 +140,7 @@ def typed(aval: Any) -> State | None:
 
 
 def _still(dim: Dim, n: int) -> bool:
-    """Whether what is known of a whole dimension is known of it in the body."""
+    """Return whether what is known of a whole dimension is known of it in the body."""
     return len(dim) == 1 and dim[0][0] == n
 
 

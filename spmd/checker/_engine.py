@@ -130,12 +130,12 @@ class Engine(Domain):
         return near or line_of(eqn, callers) or called_at()
 
     def inside_verb(self, eqn: Any) -> bool:
-        """Whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""
+        """Return whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""
         scopes, _ = self._around(eqn)
         return not scopes <= {one_line(eqn.params["call"])}
 
     def silent(self, eqn: Any) -> bool:
-        """Whether JAX or this package wrote the equation, or it is meant per shard."""
+        """Return whether JAX or this package wrote the equation, or it is meant per shard."""
         for one in (eqn, *self.callers):
             scopes, transposed = self._around(one)
             if scopes or transposed:
@@ -143,8 +143,8 @@ class Engine(Domain):
         return False
 
     def adds_up_gradients(self, eqn: Any) -> bool:
-        """Whether a gradient that is taken inside a body made a sum that nobody wrote: neither `spmd.grad` nor another
-        call of ours is around it."""
+        """Return whether a gradient that is taken inside a body made a sum that nobody wrote: neither `spmd.grad` nor
+        another call of ours is around it."""
         inside = [eqn]
         for caller in reversed(self.callers):
             if caller.primitive.name == "shard_map":
@@ -189,7 +189,7 @@ class Engine(Domain):
         return tuple([a for a in axes if a not in sizes or sizes[a] > 1])
 
     def wide(self, axis: str) -> bool:
-        """Whether a piece along the axis is not the whole."""
+        """Return whether a piece along the axis is not the whole."""
         return self.sizes.get(axis, 2) > 1
 
     def context(self) -> Hashable:
@@ -398,7 +398,7 @@ class Engine(Domain):
                     self.findings.remove(one)
 
     def random(self, atom: Any, state: State) -> bool:
-        """Whether a value is noise of one key that every device has."""
+        """Return whether a value is noise of one key that every device has."""
         return not state.axes and any(self.history.made_by(atom, name) for name in RANDOM)
 
     def _reduced(self, m: Map, eqn: Any, labels: Mapping[int, Dim]) -> tuple[frozenset[str], frozenset[Pending]]:
@@ -437,7 +437,7 @@ class Engine(Domain):
         return dim if size_of(dim) == size else free(size) if dim[0][1] is FREE else _fewer(dim, size)
 
     def _cut(self, dim: Dim) -> bool:
-        """Whether something was done to each piece of the dimension, and not to the whole."""
+        """Return whether something was done to each piece of the dimension, and not to the whole."""
         axes = axes_of_dim(dim)
         return not axes or any(map(self.wide, axes))
 
@@ -473,7 +473,7 @@ def _unchanged(operands: Sequence[State]) -> State | None:
 
 
 def _together(operands: Sequence[State]) -> State:
-    """What all operands are besides their dimensions; `zero` says whether any is."""
+    """Return what all operands are besides their dimensions; `zero` says whether any is."""
     partial = different = pending = NONE
     zero = False
     for one in operands:

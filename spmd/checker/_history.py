@@ -109,7 +109,7 @@ class History(Domain):
             self.made_of[var] = self.join(self.made_of.get(var, ()), atoms)
 
     def _label(self, eqn: Any, inputs: Sequence[Any]) -> None:
-        """What messages call the inputs of a body, and what strings say of them."""
+        """Record what messages call the inputs of a body, and what strings say of them."""
         kernel = kernel_around(tuple(self.callers))
         leaves = kernel.arguments if kernel else ()
         labels = labels_of(opened(eqn.params["jaxpr"])[0], len(inputs), self._names or [leaf.path for leaf in leaves])
@@ -139,12 +139,12 @@ class History(Domain):
             todo += self.operands(var)
 
     def operands(self, var: Any) -> Sequence[Any]:
-        """What a value is made of at once."""
+        """Return what a value is made of at once."""
         made = self.made.get(var)
         return self.made_of.get(var, made[0].invars if made is not None else ())
 
     def sources(self, atom: Any, axis: str) -> list[Origin]:
-        """Why a value differs along an axis, oldest first."""
+        """Return why a value differs along an axis, oldest first."""
         found: dict[Any, Origin] = {}
         marks: list[Origin] = []
         ends = lambda eqn, _: axis in axes_of(eqn) and eqn.primitive.name in _ENDS
@@ -183,11 +183,11 @@ class History(Domain):
         return sorted(found.values(), key=lambda o: self.order[id(o.eqn)])
 
     def made_by(self, atom: Any, name: str) -> bool:
-        """Whether an equation of this primitive is among those that made a value."""
+        """Return whether an equation of this primitive is among those that made a value."""
         return any(var in self.made and self.made[var][0].primitive.name == name for var in self.behind(atom))
 
     def declared(self, atom: Any, axes: Sequence[str]) -> bool:
-        """Whether a string says that a value, or what it is made of, is a partial sum along these axes."""
+        """Return whether a string says that a value, or what it is made of, is a partial sum along these axes."""
         for var in self.behind(atom):
             made = self.made.get(var)
             said = made[0].params if made is not None and made[0].primitive.name == "spmd_layout" else None
@@ -205,7 +205,7 @@ class History(Domain):
         return atom
 
     def only_for_derivatives(self, var: Any) -> bool:
-        """Whether only a backward pass reads a value."""
+        """Return whether only a backward pass reads a value."""
         return var not in self._read_forward
 
     @functools.cached_property
@@ -235,7 +235,7 @@ class History(Domain):
 
 
 def labels_of(body: Any, count: int, names: Sequence[str] = ()) -> list[str]:
-    """What messages call the inputs. Constants that JAX hoisted out of the body come before the arguments."""
+    """Return what messages call the inputs. Constants that JAX hoisted out of the body come before the arguments."""
     names = names or getattr(getattr(body, "debug_info", None), "arg_names", None) or ()
     hoisted = count - len(names)
     if hoisted < 0:

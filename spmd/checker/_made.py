@@ -86,7 +86,7 @@ _PENDING = frozenset(("max", "min", "product", "all", "any"))
 
 
 def place_of(walk: Any, atom: Any, state: State) -> Place | None:
-    """How a value lies and what it was made by; None where that is not known."""
+    """Return how a value lies and what it was made by; None where that is not known."""
     if state.different or any(p.kind not in _PENDING for p in state.pending):
         return None
     dims = tuple(map(_axes, state.dims))
@@ -108,7 +108,7 @@ def reduction_of(walk: Any, atom: Any) -> Made | None:
 
 
 def operation_of(walk: Any, atom: Any) -> str | None:
-    """Whether a partial sum is a "sum" or a "mean" of what each device has; None where that is not known."""
+    """Return whether a partial sum is a "sum" or a "mean" of what each device has; None where that is not known."""
     at = _At(walk, atom)
     if (reduction := at.reduction()) is not None:
         return reduction.op
@@ -118,18 +118,18 @@ def operation_of(walk: Any, atom: Any) -> str | None:
 
 
 def is_moved(eqn: Any) -> bool:
-    """Whether an equation gives the numbers that it is given."""
+    """Return whether an equation gives the numbers that it is given."""
     return eqn.primitive.name in (*_SAME, *_SHAPED)
 
 
 def lying(state: State) -> Place:
-    """How a value lies by its state alone. A dimension along which it is constant is not divided."""
+    """Return how a value lies by its state alone. A dimension along which it is constant is not divided."""
     dims = tuple(() if {axes for _, axes in dim} == {FREE} else _axes(dim) for dim in state.dims)
     return Place(dims, Made("sum", state.partial) if state.partial else None)
 
 
 def _whole(walk: Any, atom: Any) -> bool:
-    """Whether an equal value is as large as whole arguments. Of another shape, as noise, it may be a block."""
+    """Return whether an equal value is as large as whole arguments. Of another shape, as noise, it may be a block."""
     made = [(var, walk.history.made.get(var)) for var in walk.history.behind(atom)]
     argument = lambda var: var in walk.history.arguments or bool(walk.history.made_of.get(var))
     return all(argument(var) if one is None else _keeps_sizes(one[0]) for var, one in made)
@@ -185,7 +185,7 @@ class _At:
         return replace(self, atom=operand)
 
     def written_for(self, call: Call) -> str | None:
-        """How the user writes it, who calls a function on it; None of what the function has made of that."""
+        """Return how the user writes it, who calls a function on it; None of what the function has made of that."""
         made = self.walk.history.producer(self.atom)
         return call.operand if made is not None and not call.is_of(call_around(*made)) else None
 
@@ -257,13 +257,13 @@ class _At:
         return None if rule is None else rule(eqn, [at.of(operand) for operand in eqn.invars])
 
     def whole(self) -> bool:
-        """Whether it is certainly complete and the same on all devices."""
+        """Return whether it is certainly complete and the same on all devices."""
         state = self.state()
         return self.value() is not None if state is None else not state.axes
 
 
 def _as_said(layout: Layout, state: State | None) -> bool:
-    """Whether a value lies as a layout says."""
+    """Return whether a value lies as a layout says."""
     if state is None or layout.has_ellipsis or len(layout.dims) != len(state.dims):
         return False
     return [dim.axes for dim in layout.dims] == list(map(_axes, state.dims))

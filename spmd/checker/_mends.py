@@ -54,7 +54,7 @@ def completed(walk: Any, pending: Sequence[Pending]) -> str:
 
 
 def _of_a_call(walk: Any, pending: Pending) -> str | None:
-    """What to call in place of a function that goes on with what it did to a piece: nobody can mend it there."""
+    """Return what to call in place of a function that goes on with what it did to a piece: nobody can mend it there."""
     eqn, callers = walk.made_pending[pending.at]
     call, order = call_around(eqn, callers), walk.history.order
     later = (one for one in walk.history.made.values() if order[id(one[0])] > order[id(eqn)] and not is_moved(one[0]))
@@ -65,7 +65,7 @@ def _of_a_call(walk: Any, pending: Pending) -> str | None:
 
 @if_possible
 def place_at(walk: Any, eqn: Any) -> Place | None:
-    """How the operand of a layout's marker lies, and what it was made by."""
+    """Return how the operand of a layout's marker lies, and what it was made by."""
     atom = eqn.invars[0]
     state = None if isinstance(atom, Literal) else walk.known.get(atom)  # unknown where another domain does the walk
     return None if state is None else place_of(walk, atom, state)
@@ -182,7 +182,7 @@ def rather(walk: Any, eqn: Any, fix: Fix | None) -> str | None:
 
 
 def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> str | None:
-    """What the string of a call, or a keyword of it, should say of a value that lies otherwise."""
+    """Return what the string of a call, or a keyword of it, should say of a value that lies otherwise."""
     wrong = [(d, h) for d, h in zip(layout.dims, have.dims, strict=True) if d.axes != h.axes]
     for dim, lies in wrong:
         if lies.axes and dim.short == "_":
@@ -209,7 +209,7 @@ def partial_operands(walk: Any, eqn: Any, axes: Sequence[str]) -> list[Any]:
 
 
 def of_the_whole(walk: Any, atoms: Sequence[Any], call: Call, axes: Sequence[str]) -> str:
-    """What to write for a call that works on each device's own piece: the verb of its name, or the whole array."""
+    """Return what to write for a call that works on each device's own piece: the verb of its name, or a whole array."""
     if call.namesake is not None:
         return f"{call.namesake}, which takes a divided dimension"
     given = {var for atom in atoms for var in given_to(walk, atom, call) if walk.known[var].divided & {*axes}}
@@ -224,7 +224,7 @@ def of_the_whole(walk: Any, atoms: Sequence[Any], call: Call, axes: Sequence[str
 
 @if_possible
 def summed_in(walk: Any, atom: Any, call: Call) -> bool:
-    """Whether a call of the user's made a partial sum that it goes on with: nobody can complete it there."""
+    """Return whether a call of the user's made a partial sum that it goes on with: nobody can complete it there."""
     made = walk.history.producer(atom)
     while made is not None and call.is_of(call_around(*made)):
         parts = [one for one in made[0].invars if not isinstance(one, Literal) and walk.known[one].partial]
@@ -259,7 +259,7 @@ def completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
 
 @if_possible
 def sent_in_a_byte(walk: Any, eqn: Any, axes: Sequence[str]) -> bool:
-    """Whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
+    """Return whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
     parts = {*partial_operands(walk, eqn, axes)}
     made = (one for one, _, _ in walk.history.made.values() if one.primitive.name == "convert_element_type")
     bytes_ = (one for one in made if rounds(one) and one.params["new_dtype"].itemsize == 1)

@@ -17,7 +17,7 @@ from spmd.checker._table import TABLE
 
 
 def is_meant(checked: Engine) -> bool:
-    """Whether some devices draw numbers of their own, and all that do draw them for their own blocks.
+    """Return whether some devices draw numbers of their own, and all that do draw them for their own blocks.
 
     Args:
       checked: The walk that knows how values lie.
@@ -73,13 +73,13 @@ class _Noise(Domain):
 
 
 def _draws(eqn: Any) -> bool:
-    """Whether an equation makes numbers of keys."""
+    """Return whether an equation makes numbers of keys."""
     keys = [any(is_key_type(getattr(v.aval, "dtype", None)) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
     return keys == [True, False] and eqn.primitive.name != "random_unwrap" and bool(shape_of(eqn.outvars[0]))
 
 
 def _fits(eqn: Any, states: Sequence[State], noisy: Sequence[bool]) -> bool:
-    """Whether random numbers differ along the axes that divide what they meet, and along no others."""
+    """Return whether random numbers differ along the axes that divide what they meet, and along no others."""
     entry = TABLE.get(eqn.primitive.name)
     labels = entry.map(eqn).operands if entry else [range(len(one.dims)) for one in states]
     axes, drawn, seen = set[str](), set[int | None](), set[str]()

@@ -65,7 +65,7 @@ def pulled(
 
 
 def _at(path: Any) -> Any:
-    """Which argument a leaf of `(args, kwargs)` belongs to: a position or a keyword."""
+    """Return which argument a leaf of `(args, kwargs)` belongs to: a position or a keyword."""
     return getattr(path[1], "idx", getattr(path[1], "key", None))
 
 
@@ -127,7 +127,7 @@ class Difference:
     permuted: bool = False
 
     def how(self, cause: Cause | None = None) -> str:
-        """What all elements have in common; "" if nothing is known."""
+        """Return what all elements have in common; "" if nothing is known."""
         if self.got != self.wanted:
             return f"{self.got}, not {self.wanted}"
         if self.factor is None or math.isclose(self.factor, 1, rel_tol=1e-3):
@@ -170,7 +170,7 @@ def cause_of(factors: Sequence[tuple[Mapping[str, int], float | None]]) -> Cause
 
 
 def advice_on(differences: Sequence[Difference], causes: Sequence[Cause]) -> str | None:
-    """What mistake gives such numbers, if that is known."""
+    """Return what mistake gives such numbers, if that is known."""
     if causes:
         axes = "/".join(causes[0].axes)
         local = 'a size from .shape is that of a shard: spmd.size("b") is that of the whole'
@@ -183,7 +183,7 @@ def advice_on(differences: Sequence[Difference], causes: Sequence[Cause]) -> str
 
 
 def labelled(path: tuple[Any, ...], params: Sequence[str] = ()) -> str:
-    """What a message calls an array of `pulled`'s: `result[0]`, `gradient of w['scale']`, or
+    """Return what a message calls an array of `pulled`'s: `result[0]`, `gradient of w['scale']`, or
     `gradient of args[0]` if the parameter's name is not known."""
     root, *rest = path
     if root.key == "result":

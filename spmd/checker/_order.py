@@ -37,7 +37,7 @@ def _known(state: State) -> list[Order]:
 
 
 def kept(operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Order]:
-    """What is known of a result with these dimensions: of blocks that are as large as those of the operands."""
+    """Return what is known of a result with these dimensions: of blocks that are as large as those of the operands."""
     found: dict[Axes, set[Order]] = {}
     for operand in operands:
         for one in _known(operand):
@@ -69,5 +69,5 @@ def claimed(state: State, said: Order) -> Order | None:
 
 
 def made(state: State, order: Order) -> frozenset[Order]:
-    """What is known of a value that is in this order now."""
+    """Return what is known of a value that is in this order now."""
     return frozenset((order, *(one for one in state.order if one.axes != order.axes)))

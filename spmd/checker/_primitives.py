@@ -91,7 +91,7 @@ def _shown(x: Array, dtype: Any, generators: dict[Any, Any]) -> Any:
 
 
 def generator(dtype: Any, generators: dict[Any, Any]) -> Any:
-    """What makes numbers of keys of a type: the functions that JAX keeps in the equation which makes such keys."""
+    """Return what makes numbers of keys of a type: the functions that JAX keeps in an equation which makes them."""
     if dtype not in generators:
         make = lambda words, name: jax.random.wrap_key_data(words, impl=name)
         for name, size in (("threefry2x32", 2), ("rbg", 4), ("unsafe_rbg", 4)):

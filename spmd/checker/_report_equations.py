@@ -134,20 +134,20 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
 
 
 def _is_constant(walk: Any, atom: Any) -> bool:
-    """Whether a value is made of arrays that the program closed over, and of nothing else."""
+    """Return whether a value is made of arrays that the program closed over, and of nothing else."""
     ends = [var for var in walk.history.behind(atom) if not walk.history.operands(var)]
     closed = lambda var: var not in walk.history.made and var not in walk.history.arguments
     return any(shape_of(var) for var in ends) and all(map(closed, ends))
 
 
 def _counts(walk: Any, atom: Any) -> bool:
-    """Whether a value is made from the numbers of `jnp.arange` or the columns of a one-hot."""
+    """Return whether a value is made from the numbers of `jnp.arange` or the columns of a one-hot."""
     made = walk.history.made
     return any(var in made and made[var][0].primitive.name == "iota" for var in walk.history.behind(atom))
 
 
 def _rank_before_broadcasting(walk: Any, atom: Any) -> int | None:
-    """How many dimensions a computed array had before broadcasting put others in front. None if it did not."""
+    """Return how many dimensions a computed array had before broadcasting put others in front. None if it did not."""
     made = walk.history.producer(atom)
     while made is not None and made[0].primitive.name in ("pvary", "pcast"):
         made = walk.history.producer(made[0].invars[0])

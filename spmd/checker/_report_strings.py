@@ -127,7 +127,7 @@ def closed_while_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
 
 
 def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
-    """Whether a value is a row of a divided dimension: of a loop, or of vmap."""
+    """Return whether a value is a row of a divided dimension: of a loop, or of vmap."""
     state = walk.known.get(eqn.invars[0])
     mapped = [state.dims[d] for d in eqn.params.get("mapped", ())] if state else []
     return state is not None and (
@@ -205,7 +205,7 @@ def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec:
 
 
 def pending_returned(walk: Any, eqn: Any, index: int, pending: Sequence[Pending], spec: Any) -> Fault:
-    """What was done to pieces leaves a raw `shard_map`."""
+    """Describe what was done to pieces and leaves a raw `shard_map`."""
     rule = f"{done_to_pieces(pending)}, and the results are put together."
     rule = rule[0].upper() + rule[1:]
     got = (f"output {index}, {shown_spec(spec)}", *pieces_of(walk, pending))
@@ -223,7 +223,7 @@ Span = tuple[int, int]
 
 
 def _span(layout: Layout) -> Span | None:
-    """Where a whole layout stands in the string that it was read from."""
+    """Return where a whole layout stands in the string that it was read from."""
     if layout.dims:
         return layout.dims[0].span[0], layout.dims[-1].span[1]
     source = layout.source or ""
@@ -232,7 +232,7 @@ def _span(layout: Layout) -> Span | None:
 
 
 def _mark_span(layout: Layout) -> Span | None:
-    """Where its mark of partial sums stands: behind its dimensions."""
+    """Return where its mark of partial sums stands: behind its dimensions."""
     start = (layout.source or "").find("{U:", layout.dims[-1].span[1] if layout.dims else 0)
     return None if start < 0 else (start, (layout.source or "").find("}", start) + 1)
 
@@ -261,7 +261,7 @@ def _at_marker(
 
 
 def _value(walk: Any, eqn: Any) -> list[str]:
-    """What it is about: the type of the value, its role, and the user's line."""
+    """Return what it is about: the type of the value, its role, and the user's line."""
     aval = eqn.invars[0].aval
     shape = ",".join(str(n) for n in getattr(aval, "shape", ()))
     role = eqn.params.get("role", "")

@@ -67,7 +67,8 @@ def _made(
 
 
 def _beside(operand: State, known: Iterable[str]) -> State:
-    """What an operand adds to a result besides its dimensions; the result says what it is along the axes `known`."""
+    """Return what an operand adds to a result besides its dimensions; the result says what it is along the axes
+    `known`."""
     different = operand.axes.difference(known, {p.axis for p in operand.pending})
     return State(different=different, pending=operand.pending)
 
@@ -179,8 +180,8 @@ def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[St
 
 
 def _own_block(walk: Engine, operand: State, d: int, starts: Any, length: int = 1) -> tuple[Dim, Axes] | None:
-    """How this device's block of a dimension lies, and the axes that number the blocks; None where other rows are
-    taken from the starts on."""
+    """Return how this device's block of a dimension lies, and the axes that number the blocks; None where other rows
+    are taken from the starts on."""
     (_, outer), *more = operand.dims[d]
     axes = None if starts is None else tables.rows_of(starts, size_of(operand.dims[d]), walk.sizes, length)
     if axes is None or more or outer is HIDDEN or outer is FREE:
@@ -274,7 +275,7 @@ def _covering(operand: State, indices: State, updates: State, numbers: Any) -> d
 
 
 def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
-    """How a scatter brings updates together with what is there."""
+    """Return how a scatter brings updates together with what is there."""
     name = eqn.primitive.name
     if name.endswith(("min", "max")):
         return curved(walk, eqn, [operand, updates])

@@ -171,7 +171,7 @@ class _Names:
         return key
 
     def add(self, at: int, dims: Sequence[tuple[Dim, int | None]], known: Mapping[str, int]) -> None:
-        """What a kernel calls the dimensions of an argument."""
+        """Record what a kernel calls the dimensions of an argument."""
         self.dims.setdefault(at, (dims, known))
         for place, (dim, _) in enumerate(dims):
             for atom in dim.atoms:

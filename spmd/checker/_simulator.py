@@ -173,7 +173,7 @@ class Simulator(Domain):
     # --- the axes in front ------------------------------------------------------------------------------------
 
     def place(self, axis: str) -> int:
-        """Which dimension in front belongs to a mesh axis."""
+        """Return which dimension in front belongs to a mesh axis."""
         return list(self.sizes).index(axis)
 
     def full(self, x: Array, axes: Sequence[str]) -> Array:
@@ -329,7 +329,7 @@ def _columns(made: Sequence[Sequence[Array]], eqn: Any, count: int) -> Iterator[
 
 
 def same_numbers(x: Array, y: Array) -> bool:
-    """Whether numbers are equal but for the rounding of sums in another order."""
+    """Return whether numbers are equal but for the rounding of sums in another order."""
     if x.dtype.kind not in "fc":
         return bool((x == y).all())
     finite = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
@@ -448,7 +448,7 @@ def _splits(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
 
 
 def _same(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
-    """What says something of its first operands, and changes nothing."""
+    """Return the first operands: the equation says something of them, and changes nothing."""
     return list(operands[: len(eqn.outvars)])
 
 

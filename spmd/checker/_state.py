@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 
 def is_divided(axes: Axes) -> bool:
-    """Whether mesh axes divide a factor."""
+    """Return whether mesh axes divide a factor."""
     return bool(axes) and axes is not FREE and axes is not HIDDEN
 
 
@@ -112,7 +112,7 @@ def size_of(dim: Dim) -> int:
 
 
 def is_empty(dims: Sequence[Dim]) -> bool:
-    """Whether an array with these dimensions has no elements."""
+    """Return whether an array with these dimensions has no elements."""
     for dim in dims:
         for factor in dim:
             if factor[0] == 0:
@@ -243,7 +243,7 @@ def unify(one: Dim, two: Dim, one_free: frozenset[str] = NONE, two_free: frozens
 
 
 def join_dims(one: Dim, two: Dim) -> Dim:
-    """What is certain of a dimension that is one or the other."""
+    """Return what is certain of a dimension that is one or the other."""
     if one == two:
         return one
     pairs = _cut_alike(one, two) if size_of(one) == size_of(two) else None
@@ -254,7 +254,7 @@ def join_dims(one: Dim, two: Dim) -> Dim:
 
 
 def join(one: State, two: State) -> State:
-    """What is certain of a value that is one or the other."""
+    """Return what is certain of a value that is one or the other."""
     if one is two or one == two:
         return one
     dims = tuple(map(join_dims, one.dims, two.dims))

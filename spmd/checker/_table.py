@@ -224,7 +224,7 @@ MOVES = frozenset(("slice", "pad", "concatenate", "update"))
 
 
 def _cut(eqn: Any) -> tuple[int, ...]:
-    """What gets shorter is cut, but for evenly spaced elements of each block, which are those of the whole."""
+    """Return the dimensions that are cut: not those of which evenly spaced elements of each block are taken."""
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(before)
     every = range(len(before))
@@ -262,7 +262,7 @@ def _stack(eqn: Any) -> Map:
 
 
 def _update(eqn: Any) -> Map:
-    """What is written over lies as the array does, where it is as long."""
+    """Let what is written over lie as the array does, where it is as long."""
     every, shapes = range(_rank(eqn.invars[0])), [shape_of(v) for v in eqn.invars[:2]]
     cut = [d for d in every if shapes[0][d] != shapes[1][d]]
     written = [NEW if d in cut else d for d in every]
@@ -298,7 +298,7 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, rang
 
 
 def rounds(eqn: Any) -> bool:
-    """Whether a conversion or a quotient rounds to whole numbers, or drops some of their bits."""
+    """Return whether a conversion or a quotient rounds to whole numbers, or drops some of their bits."""
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if eqn.primitive.name == "div":
         return not jnp.issubdtype(target, np.inexact)

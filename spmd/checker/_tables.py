@@ -81,7 +81,7 @@ def constant(value: Any) -> Table | None:
 
 
 def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequence[Table | None]:
-    """What an equation gives on each device: a table for each result, or None.
+    """Return what an equation gives on each device: a table for each result, or None.
 
     Args:
       eqn: An equation that holds no jaxpr.
@@ -107,7 +107,7 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
 
 
 def _numbers_of(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> int:
-    """How many numbers all devices together hold of a result, or of what a collective brings together."""
+    """Return how many numbers all devices together hold of a result, or of what a collective brings together."""
     together = eqn.primitive.name in COMMUNICATES
     differ = {*(axes_of(eqn) if together else ())}.union(*(table.axes for table in operands if table is not None))
     devices = math.prod(n for axis, n in sizes.items() if axis in differ)
@@ -125,12 +125,12 @@ def _alike(values: np.ndarray, at: int) -> bool:
 
 
 def is_constant(table: Table, dim: int) -> bool:
-    """Whether the values of each device are constant along a dimension."""
+    """Return whether the values of each device are constant along a dimension."""
     return not table.values.size or _alike(table.values, len(table.axes) + dim)
 
 
 def is_alike(table: Table) -> bool:
-    """Whether each device has one number, as many times as its array has elements."""
+    """Return whether each device has one number, as many times as its array has elements."""
     each = table.values.reshape(*table.values.shape[: len(table.axes)], -1)
     return bool((each == each[..., :1]).all())
 
@@ -178,7 +178,7 @@ def _axes_from(steps: dict[str, int], size: int, sizes: Sizes) -> list[str] | No
 
 
 def blocks_of(table: Table, sizes: Sizes) -> tuple[tuple[str, ...], ...] | None:
-    """Which axes divide each dimension, if the table is one block of a whole array that grows evenly.
+    """Return which axes divide each dimension, if the table is one block of a whole array that grows evenly.
 
     `axis_index("dp") * 4 + arange(4)` is block by block an `arange`, and so its dimension is divided over dp.
 

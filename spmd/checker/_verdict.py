@@ -93,7 +93,7 @@ def _compared(trial: Trial) -> str:
 def confirmed(
     suspicions: Iterable[Finding], trial: Trial, name: str, unknown: Sequence[str] = (), *, whole: bool = True
 ) -> list[Finding]:
-    """What is left of what types suspect when numbers have spoken, and what only numbers show.
+    """Return what is left of what types suspect when numbers have spoken, and what only numbers show.
 
     Where they could not be had, what contradicts a string is certain, and everything else is not. What JAX types
     wrongly is wrong where devices then hold different copies.

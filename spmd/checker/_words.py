@@ -40,7 +40,7 @@ def where(walk: Any, eqn: Any) -> tuple[str, ...]:
 
 
 def reasons(walk: Any, atom: Any, axes: Sequence[str]) -> list[str]:
-    """Why the value differs along these axes: the inputs and the primitives that it was made from."""
+    """Return why the value differs along these axes: the inputs and the primitives that it was made from."""
     lines: dict[str, None] = {}
     for axis in axes:
         for origin in walk.history.sources(atom, axis):
@@ -135,7 +135,7 @@ def done_to_pieces(pending: Sequence[Pending]) -> str:
 
 
 def pieces_of(walk: Any, pending: Sequence[Pending]) -> list[str]:
-    """Where it was done."""
+    """Return where it was done."""
     lines: dict[str, None] = {}
     for p in pending:
         eqn, callers = walk.made_pending[p.at]

@@ -511,7 +511,7 @@ class Checkpoints:
         return [*everyone(kept)[0], good[-1]]
 
     def _refusal(self, size: int) -> str:
-        """Why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
+        """Return why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
         if not self._local or jax.process_count() == 1:
             return ""
         try:

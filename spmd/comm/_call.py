@@ -633,7 +633,7 @@ class Call:
 
     @if_possible
     def _too_few(self, have: Layout, wanted: Layout) -> str | None:
-        """Why a dimension of a kernel's argument cannot be split."""
+        """Return why a dimension of a kernel's argument cannot be split."""
         for dim, other in zip(have.dims, wanted.dims, strict=True):
             size = None if dim.composite or dim.axes == other.axes else self.frame.known.get(dim.atoms[0].name)
             fault = size and indivisible(dim.atoms[0].name, size.size, other.axes, self.mesh)

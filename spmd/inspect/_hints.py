@@ -164,7 +164,7 @@ def _added(eqn: Any, var: Any, scope: _Scope) -> int | None:
 
 
 def _is_linear(eqn: Any, var: Any, axes: frozenset[str]) -> bool:
-    """Whether a sum may wait until behind an equation: what else it takes is equal along the axes."""
+    """Return whether a sum may wait until behind an equation: what else it takes is equal along the axes."""
     if eqn.primitive.name not in _LINEAR or len(eqn.outvars) != 1:
         return False
     others = [atom for atom in eqn.invars if atom is not var and not isinstance(atom, Literal)]

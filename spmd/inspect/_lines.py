@@ -120,14 +120,14 @@ class Scope:
         )
 
     def wants(self, var: int) -> bool:
-        """Whether a value is not for a backward pass only."""
+        """Return whether a value is not for a backward pass only."""
         users = self.users.get(var)
         if users is None:  # it is given away, or nobody wants it
             return var in self.results or all(id(atom) != var for atom in self.jaxpr.outvars)
         return var in self.results or any(not self.steps[n].backward for n in users)
 
     def needs(self, var: int, inside: set[int], backward: bool) -> bool:
-        """Whether something besides the steps `inside` uses a value: with `backward`, also in a backward pass."""
+        """Return whether something besides the steps `inside` uses a value: with `backward`, in a backward pass too."""
         if var in self.results:
             return True
         for step in (self.steps[n] for n in self.users.get(var, ()) if n not in inside):
@@ -202,7 +202,7 @@ class Program:
                     self._enter(Scope(inner, (*scope.callers, eqn), scope), inside)
 
     def _begin(self, scope: Scope, key: tuple[Path, int]) -> None:
-        """What a jaxpr is given, and which function of the user's it is."""
+        """Return what a jaxpr is given, and which function of the user's it is."""
         if key in self._states.given:
             layouts = map(self._text, self._states.given[key], self._names.given[key])
             scope.known.update(zip(map(id, scope.jaxpr.invars), layouts, strict=True))
@@ -273,7 +273,7 @@ class Program:
                     yield name, layout
 
     def _left(self, function: Function) -> dict[Slot, list[str]]:
-        """What a function that has a jaxpr of its own returns, where its results are those of its one return."""
+        """Return what a function that has a jaxpr of its own returns, where its results are those of its one return."""
         found: dict[Slot, list[str]] = {}
         values = returned(function)
         for scope in self._bodies.get(function, ()):

@@ -132,7 +132,8 @@ def _table(block: SourceBlock, mark: str = "", width: int | None = None) -> Tabl
 
 
 def _beside(shown: Sequence[tuple[str, str]], width: int | None) -> list[bool]:
-    """Whether layouts stand beside their line: in one column, which is where most of them fit. Others stand below."""
+    """Return whether layouts stand beside their line: in one column, which is where most of them fit. Others stand
+    below."""
     if width is None:
         return [True for _ in shown]
     space = width - _INDENT - len("  ")

@@ -134,7 +134,7 @@ def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
 
 
 def communications(written: Written | None, compiled: Sequence[Collective] | None) -> tuple[Communication, ...]:
-    """What a program sends: the written collectives in program order, then those that nobody wrote.
+    """Return what a program sends: the written collectives in program order, then those that nobody wrote.
 
     A compiled collective belongs to a written one by the call's text, which JAX carries in the operation's name
     (or in that of the sum it applies), by line and primitive for raw `jax.lax` calls, and where the compiler has
@@ -246,7 +246,7 @@ def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> N
 
 
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
-    """Whether the name of a compiled collective, or of a part of it, says a written one."""
+    """Return whether the name of a compiled collective, or of a part of it, says a written one."""
     if not _related(row, piece.of):
         return False
     if isinstance(row.text, CallName):
@@ -257,19 +257,20 @@ def _says(piece: _Piece, row: WrittenCollective) -> bool:
 
 
 def _alike(piece: _Piece, row: WrittenCollective) -> bool:
-    """Whether a compiled collective without a name may be a written one; XLA for TPUs may sum and slice to scatter."""
+    """Return whether a compiled collective without a name may be a written one; XLA for TPUs may sum and slice to
+    scatter."""
     kind = "psum_scatter" if (row.kind, piece.of.kind) == ("psum_scatter", "psum") else piece.of.kind
     return (row.kind, row.axes, math.prod(row.shape)) == (kind, piece.of.axes, piece.elements)
 
 
 def _related(row: WrittenCollective, one: Collective) -> bool:
-    """Whether a compiled collective may be (a part of) a written one: over its axes and no others."""
+    """Return whether a compiled collective may be (a part of) a written one: over its axes and no others."""
     return not row.axes or not one.axes or set(one.axes) <= set(row.axes)
 
 
 def _gone(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> str:
-    """What to say of a written collective that the compiled program does not have. Another one of the same call and
-    size may serve for this one too. If it is of another call, that is not known."""
+    """Return what to say of a written collective that the compiled program does not have. Another one of the same call
+    and size may serve for this one too. If it is of another call, that is not known."""
     alike = lambda one: (one.kind, one.axes, one.shape, one.dtype) == (row.kind, row.axes, row.shape, row.dtype)
     row = rows[at]
     twins = [one.text for i, one in enumerate(rows) if i in taken and alike(one)]
@@ -307,7 +308,8 @@ def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Com
 
 
 def _as_written(piece: _Piece, row: WrittenCollective) -> bool:
-    """Whether it is the same but for its dtype. In a `shard_map` over some axes the compiler divides what is sent."""
+    """Return whether it is the same but for its dtype. In a `shard_map` over some axes the compiler divides what is
+    sent."""
     same = piece.of.kind == row.kind and piece.of.axes in ((), row.axes)
     return same and piece.elements == math.prod(row.shape)
 
@@ -322,7 +324,7 @@ def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int) -> str:
 
 
 def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communication:
-    """What is left of a compiled collective, usually all of it."""
+    """Return what is left of a compiled collective, usually all of it."""
     one = pieces[0].of
     whole = sum(piece.elements for piece in pieces) == sum(math.prod(shape) for _, shape in one.operands)
     nbytes = one.bytes if whole else sum(piece.bytes for piece in pieces)
@@ -350,7 +352,7 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
 
 
 def _cause(one: Collective, written: Written | None) -> str:
-    """Why the compiler added a collective, as far as its name and line tell."""
+    """Return why the compiler added a collective, as far as its name and line tell."""
     constraints, boundary = (written.constraints, written.boundary) if written else ((), ())
     for constraint in constraints:
         if constraint.text in one.op_name or (constraint.where == one.where and _ends(one.op_name) in _PLACED):
@@ -381,7 +383,7 @@ def _holds(one: Collective, boundary: Boundary) -> bool:
 
 
 def moved_text(boundary: Boundary) -> str:
-    """What is moved from where to where."""
+    """Return what is moved from where to where."""
     source = ONE_DEVICE if boundary.source == ONE_DEVICE else f'"{boundary.source}"'
     return f'{boundary.text} from {source} to "{boundary.target}"'
 

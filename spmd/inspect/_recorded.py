@@ -55,7 +55,7 @@ class Recording(Domain):
         return super().run(eqn, part, operands)
 
     def shown(self, values: Sequence[Any]) -> Sequence[Any]:
-        """What is kept of values."""
+        """Return what is kept of values."""
         return values
 
 
@@ -194,7 +194,7 @@ def record(jaxpr: Any, name: str) -> tuple[States, Names]:
 
 
 def inferred_text(state: State, names: Sequence[Sequence[tuple[str, int]]], sizes: Mapping[str, int]) -> str:
-    """What is known of a value, `b/dp s {U:tp}`.
+    """Return what is known of a value, `b/dp s {U:tp}`.
 
     Args:
       state: What is known.

@@ -32,7 +32,7 @@ class Function:
     node: Any = field(default=None, compare=False)
 
     def is_in(self, other: Function) -> bool:
-        """Whether it is another one, or stands inside of it."""
+        """Return whether it is another one, or stands inside of it."""
         return self == other or (self.file == other.file and other.first <= self.first <= self.last <= other.last)
 
 
@@ -120,7 +120,7 @@ def parameters(function: Function) -> dict[str, int]:
 
 
 def slots(function: Function) -> list[Slot]:
-    """What a function names and returns, in the order of its lines; not what functions inside of it do."""
+    """Return what a function names and returns, in the order of its lines; not what functions inside of it do."""
     if isinstance(function.node, ast.Lambda):
         return [Slot(function.node.body.lineno, (), function.node.body)]
     return [slot for statement in _statements(function.node.body) for slot in _slots_of(statement)]

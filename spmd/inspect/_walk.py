@@ -205,7 +205,7 @@ class Walk(Domain):
         return outs
 
     def _inside(self, eqn: Any, part: Held) -> _Site:
-        """Where the walk is in a jaxpr that an equation holds."""
+        """Return where the walk is in a jaxpr that an equation holds."""
         site = replace(self.site, names=self._names(eqn))
         if part.role == Role.MAP:
             return replace(site, manual={**site.manual, **_compat.made_manual(eqn)})
@@ -286,7 +286,7 @@ class Walk(Domain):
     # --- outside kernels ----------------------------------------------------------------------------------
 
     def _want(self, value: Value, target: Placement) -> None:
-        """Where an argument, or each slice of it, is wanted first."""
+        """Return where an argument, or each slice of it, is wanted first."""
         if value.label:
             whole = ((),) * value.sliced
             self.wanted.setdefault(value.label, (*whole, *target) if isinstance(target, tuple) else target)
@@ -426,7 +426,7 @@ class Walk(Domain):
         return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, found, strict=True)]
 
     def _results(self, eqn: Any, operands: Sequence[Value], inside: str) -> list[Value]:
-        """What the results are computed from. What is read and written for them is counted."""
+        """Return what the results are computed from. What is read and written for them is counted."""
         outs = through(eqn, operands)
         traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
@@ -530,7 +530,7 @@ class Walk(Domain):
         return _short(line_of(eqn, self.callers))
 
     def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:
-        """What `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
+        """Return what `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
         argument of the kernel is divided over."""
         if ("Transform", "vmap") not in self.site.names or not isinstance(place, tuple):
             return ""
@@ -554,7 +554,7 @@ _MOST = 4096  # entries of an array that is followed as integers
 
 
 def _is_index(aval: Any) -> bool:
-    """Whether an array may be a part of what chooses a branch: few integers or truth values."""
+    """Return whether an array may be a part of what chooses a branch: few integers or truth values."""
     dtype = getattr(aval, "dtype", None)
     return getattr(dtype, "kind", "-") in "iub" and math.prod(aval.shape) <= _MOST
 
@@ -592,7 +592,7 @@ _RAW = {"psum_scatter": "lax.all_gather", "all_gather": "lax.psum_scatter"}
 
 
 def _raw_text(primitive: str, kind: str, axes: Sequence[str], transposed: bool) -> str:
-    """What to call a collective that stands in no call of ours."""
+    """Return what to call a collective that stands in no call of ours."""
     if transposed and kind == "psum":
         return f"gradient of a value equal on {', '.join(axes)}"
     if transposed:

@@ -125,8 +125,8 @@ class _Carry(NamedTuple):
         return ReplicationError(replace(fault, got=[*fault.got, *_lines(paid)], advice=advice))
 
     def computes(self, again: Any) -> bool:
-        """Whether the body takes no derivative. In a derivative JAX's types decide what is summed, and no other trace
-        of this body shows what they changed."""
+        """Return whether the body takes no derivative. In a derivative JAX's types decide what is summed, and no other
+        trace of this body shows what they changed."""
         return not _derives(_body(again))
 
 
@@ -151,7 +151,7 @@ class _Results(NamedTuple):
         return frozenset(found)
 
     def error(self, paid: Sequence[Paid] = ()) -> ReplicationError:
-        """What is wrong, and the lines to paste."""
+        """Return what is wrong, and the lines to paste."""
         got: list[str] = []
         fixes: list[Fix] = []
         advice: list[str] = []
@@ -179,8 +179,8 @@ class _Results(NamedTuple):
         return early(error, self.facts[self.unequal.faults[0][0]].line)
 
     def computes(self, again: Any) -> bool:
-        """Whether the body computes the same as before: types decide derivatives, and nothing else. (The trace for
-        the diagnosis adds a dimension to each result.)"""
+        """Return whether the body computes the same as before: types decide derivatives, and nothing else. (The trace
+        for the diagnosis adds a dimension to each result.)"""
         before, after = _body(self.jaxpr), _body(again)
         if not (_derives(before) or _derives(after)):
             return True
@@ -229,7 +229,7 @@ def _one_axis(fact: OutputFacts, outputs: Any, index: int, axis: str) -> tuple[s
 
 
 def _retype(layout: Layout, axis: str, path: str) -> list[Fix]:
-    """How a copy that came from no gather (a carry that varies from the start) becomes equal by JAX's type."""
+    """Return how a copy that came from no gather (a carry that varies from the start) becomes equal by JAX's type."""
     if layout.is_scalar:
         return [Fix("reduce", (path,), "scalar -> scalar", {"op": "mean"})]
     i = next((i for i, dim in enumerate(layout.dims) if len(dim.atoms) == 1 and dim.atoms[0].named), None)
@@ -340,7 +340,7 @@ class _Uses(Domain):
         return tuple(axis for axis in self.sizes if axis in every)
 
     def _times(self) -> int:
-        """How often one call of the kernel comes here; 0 where nobody knows."""
+        """Return how often one call of the kernel comes here; 0 where nobody knows."""
         around = [eqn for eqn in self.callers if eqn.primitive.name in ("scan", "while")]
         return math.prod(eqn.params.get("length", 0) for eqn in around)
 
@@ -382,7 +382,7 @@ class _Uses(Domain):
 
 
 def _smooth(var: Any) -> bool:
-    """Whether a value has a gradient."""
+    """Return whether a value has a gradient."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
@@ -398,7 +398,7 @@ _ALIKE = {"all_gather_invariant": "all_gather"}
 
 
 def _derives(body: Iterable[tuple[Any, tuple[Any, ...]]]) -> bool:
-    """Whether there is a derivative in a body."""
+    """Return whether there is a derivative in a body."""
     return any(is_transposed(eqn, callers) for eqn, callers in body)
 
 

@@ -29,7 +29,7 @@ def attention_mask(
     window: int | None = None,
     segments: tuple[Any, Any] | None = None,
 ) -> jax.Array | None:
-    """Which keys each query sees, from the positions of both and the segments of both.
+    """Return which keys each query sees, from the positions of both and the segments of both.
 
     The positions are arguments, so the mask is right for a divided or permuted sequence (`spmd.iota`,
     `spmd.parallel.sequence_positions`) and for a cache. This is plain JAX, for any mode, inside and outside kernels.

@@ -234,7 +234,7 @@ def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any
 
 
 def _weights(labels: Any, mask: Any, ignore: int | None, dtype: Any) -> Any:
-    """How much each token counts; None if all count the same."""
+    """Return how much each token counts; None if all count the same."""
     weights = None if mask is None else mask.astype(dtype)
     if ignore is None:
         return weights

@@ -278,8 +278,8 @@ class Exchange(NamedTuple):
         return moves
 
     def arriving(self, table: Table) -> tuple[Moves | None, Any]:
-        """Where the rows `"n m r (i z)"` of a buffer are in the order of the experts, and how many each of them has.
-        None if they are in order."""
+        """Return where the rows `"n m r (i z)"` of a buffer are in the order of the experts, and how many each of them
+        has. None if they are in order."""
         kept, base = self.to_here(table.kept), self.to_here(table.base)
         each = jnp.sum(kept, axis=(3, 4), dtype=jnp.int32)
         if self.parts * self.blocks == 1:
@@ -315,7 +315,7 @@ class Exchange(NamedTuple):
         return Moves(slot, filled, found, comes)
 
     def there(self, x: Any, table: Table) -> Any:
-        """What a device sends, `"n/dp/by_b m/sp/tp_s/by_s c d"`, in the buffers of those that it is for,
+        """Return what a device sends, `"n/dp/by_b m/sp/tp_s/by_s c d"`, in the buffers of those that it is for,
         `"n/dp m/sp/tp_s r/by_b/by_s z d"`."""
         if self.ragged:
             there, back = self.routes(table)
@@ -347,7 +347,7 @@ class Exchange(NamedTuple):
         return current_frame("moe").renamed(axes)
 
     def routes(self, table: Table) -> tuple[Route, Route]:
-        """How rows travel without gaps, there and back, on this device."""
+        """Return how rows travel without gaps, there and back, on this device."""
         starts = jnp.cumsum(table.wanted, axis=4) - table.wanted
         own = [self.from_here(part)[0, 0] for part in (starts, table.sent, table.base)]
         theirs = [self.to_this_block(part)[0, 0, 0] for part in (starts, table.sent, table.base)]

@@ -62,7 +62,7 @@ class File:
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     def span(self, node: Any) -> tuple[int, int]:
-        """Where an expression begins and ends."""
+        """Return where an expression begins and ends."""
         return self.place(node.lineno, node.col_offset), self.place(node.end_lineno, node.end_col_offset)
 
     def place(self, line: int, column: int) -> int:
@@ -108,7 +108,7 @@ class File:
         return max(around, key=lambda n: n.lineno, default=None)
 
     def above(self, node: Any) -> Iterator[Any]:
-        """What a piece of syntax stands in, the innermost first."""
+        """Return what a piece of syntax stands in, the innermost first."""
         while (node := self.parents.get(node)) is not None:
             yield node
 
@@ -117,7 +117,7 @@ class File:
         return next(n for n in self.tree.body if self.first(n) <= place < self.span(n)[1])
 
     def first(self, node: Any) -> int:
-        """Where a statement begins, with its decorators."""
+        """Return where a statement begins, with its decorators."""
         nodes = [node, *getattr(node, "decorator_list", ())]
         return min(self.starts[one.lineno - 1] for one in nodes)
 
@@ -135,14 +135,14 @@ class File:
         return "".join([*out, self.bytes[at:end].decode()])
 
     def first_line(self) -> int:
-        """Where an import is added: behind the first import of JAX, else before the first import."""
+        """Return where an import is added: behind the first import of JAX, else before the first import."""
         imports = [n for n in self.tree.body if isinstance(n, ast.Import | ast.ImportFrom)]
         of_jax = [n for n in imports if isinstance(n, ast.Import) and n.names[0].name.split(".")[0] == "jax"]
         chosen = of_jax[-1:] or [n for n in imports if getattr(n, "module", "") != "__future__"][:1]
         return 0 if not chosen else self.starts[chosen[0].lineno - (0 if of_jax else 1)]
 
     def imports(self, name: str) -> bool:
-        """Whether a name is imported at the top."""
+        """Return whether a name is imported at the top."""
         found = (a for n in self.tree.body if isinstance(n, ast.Import | ast.ImportFrom) for a in n.names)
         return any((a.asname or a.name) == name for a in found)
 
@@ -157,7 +157,7 @@ def _name(node: ast.expr) -> str:
 
 
 def loaded(path: str, text: str) -> dict[str, Any]:
-    """What a file with this text defines. Nothing under `__main__` happens."""
+    """Return what a file with this text defines. Nothing under `__main__` happens."""
     name = f"{Path(path).stem}_{next(_NUMBERS)}"
     module = sys.modules[name] = types.ModuleType(name)
     module.__file__ = path

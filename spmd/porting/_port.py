@@ -207,7 +207,7 @@ class _Rewriting:
         yield Edit(start, end, (*parts, *(["(", self.file.span(found.body), ")"] if found.body is not None else [])))
 
     def _factored(self, body: Body) -> tuple[str, str]:
-        """What stands around the mesh where axes have two in their place."""
+        """Return what stands around the mesh where axes have two in their place."""
         sizes = ", ".join(f"{axis}={size}" for axis, size in body.eqn.params["mesh"].shape.items())
         return f"spmd.make_mesh({sizes}, devices=", _MADE
 
@@ -236,7 +236,7 @@ class _Rewriting:
         return Edit(*self.file.span(site.node), (before, self.file.span(site.argument), after))
 
     def attempt(self, edits: Sequence[Edit], grad: bool = False) -> str:
-        """Why a text with these edits, or its gradient, does not trace; "" if it does."""
+        """Return why a text with these edits, or its gradient, does not trace; "" if it does."""
         try:
             fn, args = self.again(loaded(f"{self.file.path} as kernels", self.text(edits)))
             _trace(fn, args, grad)
@@ -272,7 +272,7 @@ class _Rewriting:
 
     @functools.cache  # noqa: B019
     def differentiable(self) -> bool:
-        """Whether JAX has a gradient of the raw program."""
+        """Return whether JAX has a gradient of the raw program."""
         try:
             _trace(self.fn, self.args, True)
         except Exception:
@@ -369,7 +369,7 @@ def _trace(fn: Any, args: Sequence[Any], grad: bool) -> None:
 
 
 def _compare(raw: Program, ported: Program) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is equal in two programs, and what is not: results, gradients, and what is sent."""
+    """Return what is equal in two programs, and what is not: results, gradients, and what is sent."""
     same: list[str] = []
     differences: list[str] = []
     for grad, what in ((False, "results"), (True, "gradients")):
@@ -399,7 +399,7 @@ def _compare(raw: Program, ported: Program) -> tuple[tuple[str, ...], tuple[str,
 
 
 def _run(fn: Any, args: Sequence[Any], grad: bool) -> tuple[Any, Any]:
-    """What a program gives, and what it sends."""
+    """Return what a program gives, and what it sends."""
     program, arrays = pulled(fn, args, grad=grad)
     compiled = jax.jit(program).lower(*arrays).compile()
     return compiled(*arrays), collectives(compiled)

@@ -220,18 +220,18 @@ class Trace:
         return left if text is None else Site(site.line, site.text, site.node, array, [text.replace(X, around)])
 
     def _stands(self, eqn: Any, node: ast.expr) -> bool:
-        """Whether an expression made an equation."""
+        """Return whether an expression made an equation."""
         span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         return any(one.code.co_filename == self.file.path and one.span == span for one in frames_of(eqn))
 
 
 def _is_array(node: ast.expr) -> bool:
-    """Whether an expression is not the name of a module: `x` of `x.max()`, and not `jnp` of `jnp.max(x)`."""
+    """Return whether an expression is not the name of a module: `x` of `x.max()`, and not `jnp` of `jnp.max(x)`."""
     return not (isinstance(node, ast.Name) and node.id in ("jnp", "np", "lax", "jax"))
 
 
 def _of_kernel(eqn: Any) -> bool:
-    """Whether a kernel of ours made a `shard_map`."""
+    """Return whether a kernel of ours made a `shard_map`."""
     return is_ours(eqn)
 
 

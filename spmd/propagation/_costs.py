@@ -217,8 +217,8 @@ def _elsewhere(move: Move) -> Iterator[Dims]:
 
 
 def _result(plan: Plan, number: Number, shape: Sequence[int]) -> int | None:
-    """Which result of an equation has this shape; None where that is not one alone, or nobody can name it: the backward
-    pass made it, or it is kept for that."""
+    """Return which result of an equation has this shape; None where that is not one alone, or nobody can name it: the
+    backward pass made it, or it is kept for that."""
     eqns = [plan.traced.equations[i] for i in number]
     if not eqns or is_transposed(eqns[-1], eqns[:-1]):
         return None

@@ -169,7 +169,7 @@ class Reader:
     # --- names --------------------------------------------------------------------------------------------
 
     def _labels(self, raw: RawMove) -> Labels:
-        """What the dimensions are called of what is moved: as its maker says, else as its user does."""
+        """Return what the dimensions are called of what is moved: as its maker says, else as its user does."""
         shape = raw.type.shape
         best: Labels = ((),) * len(shape)
         if raw.argument is not None and len(known := self._inputs[raw.argument]) == len(shape):
@@ -215,13 +215,13 @@ class Reader:
 
 
 def _is_typed(eqn: Any) -> bool:
-    """Whether the types of Explicit axes ask for what an equation moves."""
+    """Return whether the types of Explicit axes ask for what an equation moves."""
     sharding = eqn.params.get("out_sharding") if eqn.primitive.name != "reshard" else eqn.params["dst_sharding"]
     return bool(sharding is not None and AxisType.Explicit in sharding.mesh.axis_types)
 
 
 def _asked_sum(eqn: Any) -> str:
-    """What the types say of a sum over devices."""
+    """Return what the types say of a sum over devices."""
     if eqn is None or not _is_typed(eqn):
         return ""
     left = _compat.unreduced_spec(eqn.params["out_sharding"].spec) if eqn.primitive.name != "reshard" else ()

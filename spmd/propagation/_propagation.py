@@ -332,7 +332,7 @@ def _row(ones: Sequence[Move]) -> Row:
 
 
 def propagate(fn: Any, *args: Any, mesh: Any = None, layouts: Any = None, **kwargs: Any) -> Propagation:
-    """Where the compiler lets each value of a program lie, and each change of layout that this needs.
+    """Return where the compiler lets each value of a program lie, and each change of layout that this needs.
 
     The program is traced and lowered. Then the passes run by which XLA's partitioner, Shardy, divides it: they spread
     the shardings of arguments and constraints over all values, and put a collective wherever an operation needs another

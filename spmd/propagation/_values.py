@@ -160,7 +160,7 @@ class Places(Recording):
 
 
 def _fitted(variables: Sequence[Any], made: Sequence[tuple[Typed, Place]]) -> list[State | None]:
-    """Which of the values that an equation became are its results: the last ones of their shapes."""
+    """Return which of the values that an equation became are its results: the last ones of their shapes."""
     found: list[State | None] = []
     rest = list(made)
     for var in reversed(variables):

@@ -371,7 +371,7 @@ class Search:
         return next((row for row in self.rows if key_of(row.mesh, row.choice) == key_of(mesh, choice)), None)
 
     def why(self, mesh: Mapping[str, int], **choice: Any) -> str:
-        """Why a mesh is behind the best, in one paragraph.
+        """Return why a mesh is behind the best, in one paragraph.
 
         Args:
           mesh: The sizes of its axes; those of size 1 may be left out.
