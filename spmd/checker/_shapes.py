@@ -183,8 +183,9 @@ def _own_block(walk: Engine, operand: State, d: int, starts: Any, length: int = 
     """Return how this device's block of a dimension lies, and the axes that number the blocks; None where other rows
     are taken from the starts on."""
     (_, outer), *more = operand.dims[d]
-    axes = None if starts is None else tables.rows_of(starts, size_of(operand.dims[d]), walk.sizes, length)
-    if axes is None or more or outer is HIDDEN or outer is FREE:
+    if starts is None or (axes := tables.rows_of(starts, size_of(operand.dims[d]), walk.sizes, length)) is None:
+        return None
+    if more or outer is HIDDEN or outer is FREE:
         return None
     size = math.prod(starts.shape) * length
     return normal([(size, (*outer, *axes))]) if operand.axes.isdisjoint(axes) else hidden(size), axes
