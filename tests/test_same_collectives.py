@@ -12,6 +12,7 @@ import spmd
 from spmd import all_gather, einsum
 from spmd.inspect import collectives
 from tests.benchmarks import llama_block
+from tests.sampler import rare
 
 SMALL = llama_block.Sizes(b=4, s=16, m=16, h=4, k=8, f=32)
 
@@ -27,6 +28,7 @@ def test_the_block_moves_what_the_hand_written_one_moves(dp, tp):
     assert ours.total_bytes == llama_block.ideal_bytes(SMALL, dp, tp) + norms
 
 
+@rare
 def test_the_block_computes_what_the_hand_written_one_computes():
     mesh = spmd.make_mesh(dp=4, tp=2)
     arguments = llama_block.arguments(SMALL, mesh)
@@ -118,6 +120,7 @@ def python_calls(fn):
     return pstats.Stats(profile).total_calls
 
 
+@rare
 def test_tracing_costs_at_most_a_tenth_more():
     mesh = spmd.make_mesh(dp=4, tp=2)
     counts = {}

@@ -10,6 +10,8 @@ import jax
 import pytest
 from jax.experimental import topologies
 
+from tests.sampler import rare
+
 ROOT = Path(__file__).resolve().parents[2]
 
 PROGRAM = """
@@ -98,6 +100,7 @@ def test_a_build_may_have_a_bound_for_search(run, program):
     assert status == 0 and "norms on dp=4 tp=2" in out
 
 
+@rare
 def test_the_first_commands_of_the_readme(run, monkeypatch):
     """As written, from a checkout. The third command of the block is a benchmark, with a test of its own."""
     monkeypatch.chdir(ROOT)

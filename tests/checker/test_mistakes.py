@@ -54,7 +54,7 @@ COMPUTED = {"given the arguments": lambda body: body, "given computed values": o
 
 
 @pytest.mark.parametrize("given", COMPUTED)
-@pytest.mark.parametrize("one", share(ALL), ids=str)
+@pytest.mark.parametrize("one", share(ALL, times=2), ids=str)
 def test_a_pasted_fix_sends_no_more_than_the_right_call(one: Mistake, given: str) -> None:
     wrong, right = COMPUTED[given](one.wrong), COMPUTED[given](one.right)
     names, args = list(inspect.signature(one.right).parameters), one.arguments()

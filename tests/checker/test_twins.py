@@ -55,7 +55,7 @@ a_share = pytest.mark.parametrize("pair", SHARED, ids=named)
 some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
 
 
-@a_share
+@pytest.mark.parametrize("pair", share(PAIRS, times=2), ids=named)
 def test_a_pasted_fix_sends_no_more_than_the_right_body(pair: Pair) -> None:
     names, args = list(inspect.signature(pair.mistaken).parameters), pair.arguments()
     body, lines = mended(pair.kernel, pair.mistaken, names, args)

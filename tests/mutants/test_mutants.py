@@ -23,7 +23,7 @@ from tests.mutants.programs import FAMILIES, Program, of_layer, programs
 from tests.mutants.sites import Mutant, Place, changed, mutants_of
 from tests.mutants.table import Tally
 from tests.mutants.verdicts import TABLES, by_name, line_of, read, tables, verdict_of
-from tests.sampler import seeds
+from tests.sampler import rare, seeds
 
 KEPT = read()
 MESH: dict[str, Any] = {"a": 2, "b": 4}
@@ -34,6 +34,7 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("seed", seeds())
+@rare
 def test_no_layer_raises_an_alarm(seed: int) -> None:
     """Its value and its gradient, with the scales."""
     dice = random.Random(seed)

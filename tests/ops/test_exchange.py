@@ -11,7 +11,7 @@ import spmd
 from spmd.modes import MODES
 from tests import simulator
 from tests.ops.harness import close, make_mesh, pulled
-from tests.sampler import dice, seeds, share
+from tests.sampler import dice, rare, seeds, share
 
 MESHES = [
     ({"a": 4, "b": 2}, ("a",)),
@@ -109,6 +109,7 @@ def test_gradients_go_back_to_where_rows_came_from(hops: Any) -> None:
         )
 
 
+@rare
 def test_under_vmap_and_scan() -> None:
     owner = np.array([1, 0, 3, 2, 0, 2, 1, 3], np.int32)
     rows = jnp.arange(16.0).reshape(2, 8)
@@ -179,6 +180,7 @@ def test_rows_keep_their_order_if_owner_and_slot_have_no_number(most: int, monke
 
 
 @pytest.mark.parametrize("hops", [None, (1, -1)])
+@rare
 def test_with_x64(hops: Any) -> None:
     """Sums of int32 are int64 there."""
     with jax.enable_x64(True):
@@ -205,6 +207,7 @@ def test_no_slots(hops: Any) -> None:
 
 
 @pytest.mark.parametrize("hops", [None, (1, -1)])
+@rare
 def test_rows_of_nothing(hops: Any) -> None:
     """Alone and beside others, as a property that some particles do not have."""
 

@@ -16,7 +16,7 @@ from spmd.modes import MODES
 from spmd.ops._fft_walls import Wall
 from tests.ops.harness import make_mesh, pulled
 from tests.ops.test_fft import FORMULAS, close, kernel, numbers, sample
-from tests.sampler import dice, seeds, share
+from tests.sampler import dice, rare, seeds, share
 
 KINDS = ("dct", "idct", "dst", "idst")
 NORMS = ("backward", "ortho", "forward")
@@ -92,6 +92,7 @@ def test_types_of_elements(dtype: str) -> None:
     close(out, matrix("dct", 2, "backward", 8) @ np.asarray(x, np.complex64 if dtype == "complex64" else np.float32))
 
 
+@rare
 def test_inside_transformations_of_jax() -> None:
     mesh = make_mesh({"a": 4})
     x = np.random.default_rng(0).normal(size=(3, 8, 4)).astype(np.float32)

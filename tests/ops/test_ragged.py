@@ -10,7 +10,7 @@ import spmd
 from spmd.ops._exchange import without_gaps
 from tests.ops.harness import frame, make_mesh, ragged_all_to_all
 from tests.ops.test_exchange import kernel_of, sample
-from tests.sampler import seeds
+from tests.sampler import rare, seeds
 
 
 def test_where_rows_travel_without_gaps() -> None:
@@ -34,6 +34,7 @@ def test_rows_without_gaps_are_the_same(seed: int, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("mapped", ["rows", "both"])
+@rare
 def test_rows_without_gaps_under_vmap_and_remat(mapped: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With owners of their own each array has its own route. With the same owners, rows are one wider row."""
     owner = np.array([[1, 0, 3, 2, 0, 2, 1, 3], [0, 0, 0, 3, -1, 2, 1, 1]], np.int32)
@@ -54,6 +55,7 @@ def test_rows_without_gaps_under_vmap_and_remat(mapped: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("mapped", [None, 0])
+@rare
 def test_on_other_hardware_rows_have_no_gaps(mapped: int | None) -> None:
     """It traces, is accepted and lowers, also under vmap: one ragged_all_to_all forward and one backward."""
     rows, owner = np.ones((8, 2), np.float32), np.array([1, 0, 3, 2, 0, 2, 1, 3], np.int32)
