@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from spmd.testing import assert_same_on_any_mesh
-from spmd.testing._mismatch import Mismatch
+from spmd.testing import Mismatch, assert_same_on_any_mesh
 from tests.checker.mistakes.registry import Mistake, load, on_computed
 from tests.checker.mistakes.table import read, row, summary
 from tests.checker.pasting import SENDS, mended, said, sent
