@@ -38,10 +38,7 @@ named = lambda pair: f"{pair.group}-{pair.name}"
 # What only these reach of the checker.
 ALONE = {
     "blocks_around_the_heads",
-    "rope_of_local_positions",
-    "gated_mlp_without_sp",
     "derivative_by_local_frequencies",
-    "cross_entropy_without_cp",
     "top_k",
     "grid_of_a_block",
     "windows_cut_at_the_edges",
