@@ -161,8 +161,14 @@ def contracts_in_silence(eqn: Any) -> Map:
     return TRUE["dot_general"](eqn)._replace(reduced={})
 
 
+def forgets_what_is_new(eqn: Any) -> Map:
+    rank = len(eqn.params["shape"])
+    return Map([range(rank - len(eqn.params["broadcast_dimensions"]), rank)], range(rank))
+
+
 MAPS = {
     "transpose": forgets_to_permute,
+    "broadcast_in_dim": forgets_what_is_new,
     "reduce_sum": sums_in_silence,
     "reduce_max": largest_in_silence,
     "dot_general": contracts_in_silence,
