@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import pytest
 
 from spmd.errors import SpmdError
 
-__all__ = ["Golden", "raised", "written_anew"]
+__all__ = ["Golden", "pinned", "raised", "written_anew"]
 
 HEADER = "=== "
 
@@ -43,3 +43,22 @@ def raised(call: str, names: Mapping[str, Any]) -> str:
         eval(call, dict(names))
     text = str(caught.value).split("\n--------------------")[0].strip("\n")
     return f"{type(caught.value).__name__}\n{text}"
+
+
+def pinned(path: Path, told: Callable[[str], str]) -> tuple[dict[str, str], Callable[..., None], Callable[..., None]]:
+    """Return the texts of a file under the calls that raise them, and two tests: `test_write` and `test_message`.
+
+    A new one is a line `=== call` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/ROOM -k write` writes its text.
+    """
+    golden = Golden(path)
+    texts = golden.read()
+
+    @pytest.mark.skipif(not written_anew(), reason="no golden texts are written")
+    def test_write() -> None:
+        golden.write({call: told(call) for call in texts})
+
+    @pytest.mark.parametrize("call", texts)
+    def test_message(call: str) -> None:
+        assert told(call) == texts[call]
+
+    return texts, test_write, test_message

@@ -30,7 +30,7 @@ from spmd import Layout
 from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.testing import assert_same_on_any_mesh
-from tests.conftest import FULL_CASES, case_count
+from tests.conftest import FULL_CASES, case_count, in_slice
 from tests.sampler import first_seed
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2}
@@ -265,7 +265,7 @@ def fit(mesh: Mapping[str, int], axes: Mapping[str, Axes], **dims: tuple[int, ..
 
 
 def check(case: LayerCase) -> None:
-    """Everything that is asked of a layer."""
+    """Everything that is asked of a layer; by default gradients inside of the kernel of a third of the cases."""
     args = arguments(case)
     cotangents = cotangents_of(case)
     truth = truth_of(case, args, cotangents)
@@ -277,7 +277,8 @@ def check(case: LayerCase) -> None:
     _close(case, "explicit", compiled(tuple(placed), _placed(case, mesh, cotangents)), truth)
     for mode in MODES[1:]:
         _close(case, mode, jax.jit(pulled(getattr(kernel, mode)))(args, cotangents), truth)
-    check_inside(case, mesh, args, cotangents, truth)
+    if case_count() >= FULL_CASES or in_slice(str(case), first_seed(), 3):
+        check_inside(case, mesh, args, cotangents, truth)
     forward = total(case.forward(case))
     alone = jax.jit(kernel.explicit).lower(*placed).compile()
     _agree("forward", measured(alone, mesh), forward)

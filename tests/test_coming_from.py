@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd import Layout, _compat
+from spmd import Layout
 
 ROOT = Path(__file__).parents[1]
 PAGE = "docs/pages/coming-from.md"
@@ -91,8 +91,7 @@ def pullback(body: Callable[..., Any], mesh: Any) -> Callable[..., Any]:
     def pulled(x):
         y, pull = jax.vjp(body, x)
         by = jnp.cos(jnp.arange(y.size, dtype=y.dtype)).reshape(y.shape)
-        varying = [axis for axis in mesh.axis_names if axis in _compat.varying_axes(y)]
-        for i, axis in enumerate(varying):
+        for i, axis in enumerate(spmd.typeof(y).varying):
             by = by * (lax.axis_index(axis).astype(y.dtype) + (i + 1.0))
         return pull(by)[0]
 

@@ -26,7 +26,7 @@ MODULES = sorted(
 HELPERS = ["tests.sampler", "tests.simulator"]
 FIRST = [
     ROOT / "README.md",
-    *(ROOT / "docs" / "pages" / name for name in ("quickstart.md", "agents.md", "first-hour.md")),
+    ROOT / "docs" / "pages" / "quickstart.md",
 ]
 PAGES = [path for path in (*FIRST, *sorted({*(ROOT / "docs" / "pages").rglob("*.md")} - {*FIRST})) if path.exists()]
 SCRIPTS = sorted((ROOT / "examples").rglob("*.py"))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from docs.notebook import INSTALL, notebook, written
+from tests.sampler import rare
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, NOTEBOOK = ROOT / "docs" / "pages" / "quickstart.md", ROOT / "examples" / "quickstart.ipynb"
@@ -14,6 +15,7 @@ def test_the_notebook_is_that_of_the_page():
     assert NOTEBOOK.read_text() == written(PAGE, NOTEBOOK), f"python -m docs.notebook {PAGE} {NOTEBOOK}"
 
 
+@rare
 def test_the_notebook_runs_and_draws():
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd import all_gather, einsum
 from spmd.inspect import collectives
 from tests.benchmarks import llama_block
+from tests.inspect.programs import make_mlp
+from tests.sampler import rare
 
 SMALL = llama_block.Sizes(b=4, s=16, m=16, h=4, k=8, f=32)
 
@@ -27,6 +28,7 @@ def test_the_block_moves_what_the_hand_written_one_moves(dp, tp):
     assert ours.total_bytes == llama_block.ideal_bytes(SMALL, dp, tp) + norms
 
 
+@rare
 def test_the_block_computes_what_the_hand_written_one_computes():
     mesh = spmd.make_mesh(dp=4, tp=2)
     arguments = llama_block.arguments(SMALL, mesh)
@@ -38,25 +40,13 @@ def test_the_block_computes_what_the_hand_written_one_computes():
 # -------------------- the first program of the documentation
 
 
-def mlp_of(mesh):
-    @spmd.kernel("b/dp s/tp d, d/dp f/tp, f/tp d/dp -> b/dp s/tp d", mesh=mesh)
-    def mlp(x, w_in, w_out):
-        x = all_gather(x, "b/dp s/tp d -> b/dp s d")
-        w_in = all_gather(w_in, "d/dp f/tp -> d f/tp")
-        h = jax.nn.gelu(einsum(x, w_in, "b/dp s d, d f/tp -> b/dp s f/tp"))
-        w_out = all_gather(w_out, "f/tp d/dp -> f/tp d")
-        return einsum(h, w_out, "b/dp s f/tp, f/tp d -> b/dp s/tp d")
-
-    return mlp
-
-
 SHAPES = [(4, 8, 16), (16, 32), (32, 16)]
 STRUCTS = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
 
 
 def test_the_mlp_forward():
     mesh = spmd.make_mesh(dp=2, tp=4)
-    report = collectives(mlp_of(mesh), *STRUCTS)
+    report = collectives(make_mlp(mesh), *STRUCTS)
     assert report.counts == {"all_gather": 3, "psum_scatter": 1}
     assert {axes: one.counts for axes, one in report.by_axis().items()} == {
         "dp": {"all_gather": 2},
@@ -68,7 +58,7 @@ def test_the_mlp_forward():
 def test_the_mlp_forward_and_backward(dp, tp):
     """Four gathers and four scatters, and no all-reduce, with a cotangent in the layout of the result."""
     mesh = spmd.make_mesh(dp=dp, tp=tp)
-    mlp = mlp_of(mesh)
+    mlp = make_mlp(mesh)
 
     def step(cotangent, *arguments):
         out, pull = jax.vjp(mlp, *arguments)
@@ -89,14 +79,14 @@ def test_a_vmapped_kernel_moves_the_same_collectives_once():
     """A batch in front of everything makes the collectives larger, not more."""
     mesh = spmd.make_mesh(dp=2, tp=4)
     batched = [jax.ShapeDtypeStruct((3, *x.shape), x.dtype) for x in STRUCTS]
-    report = collectives(jax.jit(jax.vmap(mlp_of(mesh))), *batched, mesh=mesh)
+    report = collectives(jax.jit(jax.vmap(make_mlp(mesh))), *batched, mesh=mesh)
     assert report.counts == {"all_gather": 3, "psum_scatter": 1}
 
 
 def test_a_kernel_called_in_a_scan_over_layers():
     """One body, as often as there are layers; nothing is added at the boundary of each call."""
     mesh = spmd.make_mesh(dp=2, tp=4)
-    mlp = mlp_of(mesh)
+    mlp = make_mlp(mesh)
 
     def layers(x, w_in, w_out):
         return jax.lax.scan(lambda x, w: (x + mlp(x, *w), None), x, (w_in, w_out))[0]
@@ -118,6 +108,7 @@ def python_calls(fn):
     return pstats.Stats(profile).total_calls
 
 
+@rare
 def test_tracing_costs_at_most_a_tenth_more():
     mesh = spmd.make_mesh(dp=4, tp=2)
     counts = {}

@@ -9,7 +9,7 @@ import pytest
 from spmd.comm import _lax
 from tests import soak
 from tests.programs import FAMILIES
-from tests.sampler import Choices, seeds, share
+from tests.sampler import Choices, rare, seeds, share
 
 OFTEN = {name: often for name, (_, often) in FAMILIES.items()} | dict.fromkeys(
     share(["calls", "checker", "layouts"]), 1
@@ -37,6 +37,7 @@ def four_times(psum):
     return wrong
 
 
+@rare
 def test_a_planted_mistake_is_found_shrunk_and_repeated(monkeypatch, capsys) -> None:
     given = ["--in-process", "--programs", "8", "--seed", "3", "--only", "verbs"]
     monkeypatch.setattr(soak, "SHRINKING", 2.0)

@@ -8,8 +8,7 @@ import re
 
 import pytest
 
-from spmd.testing import assert_same_on_any_mesh
-from spmd.testing._mismatch import Mismatch
+from spmd.testing import Mismatch, assert_same_on_any_mesh
 from tests.checker.mistakes.registry import Mistake, load, on_computed
 from tests.checker.mistakes.table import read, row, summary
 from tests.checker.pasting import SENDS, mended, said, sent
@@ -54,7 +53,7 @@ COMPUTED = {"given the arguments": lambda body: body, "given computed values": o
 
 
 @pytest.mark.parametrize("given", COMPUTED)
-@pytest.mark.parametrize("one", share(ALL), ids=str)
+@pytest.mark.parametrize("one", share(ALL, times=2), ids=str)
 def test_a_pasted_fix_sends_no_more_than_the_right_call(one: Mistake, given: str) -> None:
     wrong, right = COMPUTED[given](one.wrong), COMPUTED[given](one.right)
     names, args = list(inspect.signature(one.right).parameters), one.arguments()

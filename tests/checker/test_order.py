@@ -15,6 +15,7 @@ from spmd.checker import _order as orders
 from spmd.checker._order import Order
 from spmd.checker._state import State, hidden, normal, plain
 from spmd.parallel.sequence import PLACEMENTS
+from tests.sampler import mixed, rare, share
 
 CP = ("cp",)
 BLOCK = normal([(4, CP)])
@@ -59,8 +60,13 @@ def test_what_is_said_is_compared_and_then_believed() -> None:
 # --- whole programs ---------------------------------------------------------------------------------------------
 
 
-def model(positions, placement, *, wrap=lambda layer: layer, loop=False):
+# What is around a layer, and whether a scan is around that.
+WRAPS = {"plain": (lambda layer: layer, False), "remat": (jax.checkpoint, True), "jit": (jax.jit, True)}
+
+
+def model(positions, placement, *, wrap="plain"):
     """Two layers over tokens in zig-zag, which are told the order of positions and of attention."""
+    around, loop = WRAPS[wrap]
 
     def layer(x, w):
         q, k, v = jnp.split(spmd.einsum(x, w, "b s/cp d, d h/tp j -> b s/cp h/tp j"), 3, axis=-1)
@@ -72,10 +78,10 @@ def model(positions, placement, *, wrap=lambda layer: layer, loop=False):
     def body(x, w):
         x = parallel.place_sequence(x, "zigzag", cp="cp", axis=1)
         if loop:
-            x, _ = jax.lax.scan(wrap(layer), x, w)
+            x, _ = jax.lax.scan(around(layer), x, w)
         else:
             for one in w:
-                x, _ = wrap(layer)(x, one)
+                x, _ = around(layer)(x, one)
         return parallel.restore_sequence(x, "zigzag", cp="cp", axis=1)
 
     return spmd.kernel("b s/cp d, l d h/tp j -> b s/cp d", mesh=spmd.make_mesh(cp=2, tp=2), check="off")(body)
@@ -89,40 +95,36 @@ def found(fn):
     return spmd.check(fn, X, W)
 
 
-WRAPS = {"plain": lambda layer: layer, "remat": jax.checkpoint, "jit": jax.jit}
-
-
-@pytest.mark.parametrize(("wrap", "loop"), [("plain", False), ("remat", True), ("jit", True)])
-def test_one_order_everywhere_raises_no_alarm(wrap, loop) -> None:
-    one = model("zigzag", "zigzag", wrap=WRAPS[wrap], loop=loop)
+@pytest.mark.parametrize("wrap", share(WRAPS))
+def test_one_order_everywhere_raises_no_alarm(wrap) -> None:
+    one = model("zigzag", "zigzag", wrap=wrap)
     assert not found(one)
     assert not found(jax.grad(lambda x, w: (one(x, w) ** 2).sum(), argnums=(0, 1)))
 
 
-@pytest.mark.parametrize(("wrap", "loop"), [("plain", False), ("remat", True), ("jit", True)])
-@pytest.mark.parametrize(
-    ("positions", "placement", "says"),
-    [
-        ("contiguous", "zigzag", "mul of two arrays whose elements lie in different orders along cp"),
-        ("striped", "zigzag", "mul of two arrays"),
-        ("zigzag", "contiguous", "lie in zigzag order, and are read in contiguous order"),
-        ("zigzag", "striped", "are read in striped order"),
-    ],
-)
-def test_another_order_is_one_finding(positions, placement, says, wrap, loop) -> None:
-    [one] = found(model(positions, placement, wrap=WRAPS[wrap], loop=loop))
-    assert one.kind == "order" and says in str(one)
+SAYS = {
+    ("contiguous", "zigzag"): "mul of two arrays whose elements lie in different orders along cp",
+    ("striped", "zigzag"): "mul of two arrays",
+    ("zigzag", "contiguous"): "lie in zigzag order, and are read in contiguous order",
+    ("zigzag", "striped"): "are read in striped order",
+}
+
+
+@pytest.mark.parametrize(("told", "wrap"), share(mixed(SAYS, WRAPS)))
+def test_another_order_is_one_finding(told, wrap) -> None:
+    [one] = found(model(*told, wrap=wrap))
+    assert one.kind == "order" and SAYS[told] in str(one)
     assert "- zigzag, as said at " in str(one) and "test_order.py" in str(one)
 
 
-def test_the_numbers_differ_where_there_is_a_finding() -> None:
-    right = model("zigzag", "zigzag")(X, W)
-    for positions, placement in itertools.product(PLACEMENTS, repeat=2):
-        one = model(positions, placement)
-        same = np.allclose(one(X, W), right, atol=1e-5)
-        assert same is not bool(found(one))
+@pytest.mark.parametrize("told", share(itertools.product(PLACEMENTS, repeat=2), always=[("zigzag", "zigzag")]))
+def test_the_numbers_differ_where_there_is_a_finding(told) -> None:
+    one = model(*told)
+    same = np.allclose(one(X, W), model("zigzag", "zigzag")(X, W), atol=1e-5)
+    assert same is not bool(found(one))
 
 
+@rare
 def test_vmap_keeps_the_order() -> None:
     batch = jnp.stack([X, X + 1])
     for placement, kinds in (("zigzag", []), ("contiguous", ["order"])):
@@ -153,6 +155,7 @@ def test_a_sequence_is_restored_from_the_order_that_it_has() -> None:
     assert kinds(lambda x: placed(restored(x, "zigzag"), "striped")) == []
 
 
+@rare
 def test_attention_that_compares_no_positions_takes_any_order() -> None:
     ring = lambda x, **options: parallel.ring_attention(x, x, x, cp="cp", **options)
     assert kinds(lambda x: ring(placed(x))) == []

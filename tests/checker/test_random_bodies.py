@@ -29,7 +29,7 @@ from tests.checker.random_functions import (  # fmt: skip
     REDUCERS,
 )
 from tests.conftest import case_count
-from tests.sampler import Choices, first_seed, seeds
+from tests.sampler import Choices, first_seed, rare, seeds
 
 
 @pytest.mark.parametrize("seed", seeds(6))
@@ -106,6 +106,7 @@ def names_of(jaxpr: Any) -> set[str]:
     return found
 
 
+@rare
 def test_every_entry_of_the_table_is_reached() -> None:
     """Each function and each move of the generator, once."""
     x, y = jnp.ones((4, 6)), jnp.full((4, 6), 0.5)
@@ -160,8 +161,14 @@ def contracts_in_silence(eqn: Any) -> Map:
     return TRUE["dot_general"](eqn)._replace(reduced={})
 
 
+def forgets_what_is_new(eqn: Any) -> Map:
+    rank = len(eqn.params["shape"])
+    return Map([range(rank - len(eqn.params["broadcast_dimensions"]), rank)], range(rank))
+
+
 MAPS = {
     "transpose": forgets_to_permute,
+    "broadcast_in_dim": forgets_what_is_new,
     "reduce_sum": sums_in_silence,
     "reduce_max": largest_in_silence,
     "dot_general": contracts_in_silence,

@@ -6,7 +6,7 @@ import pytest
 
 from tests.checker import random_programs
 from tests.checker.random_programs import FAMILIES, judged
-from tests.sampler import Choices, seeds
+from tests.sampler import Choices, rare, seeds
 
 
 @pytest.mark.parametrize("seed", seeds(times=6))
@@ -14,6 +14,7 @@ def test_other_numbers_are_a_finding(seed: int) -> None:
     judged(Choices(seed))
 
 
+@rare
 def test_each_family_has_right_and_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     for family in FAMILIES:
         monkeypatch.setattr(random_programs, "FAMILIES", (family,))

@@ -231,7 +231,7 @@ def test_it_runs_while_another_program_is_traced() -> None:
 PAIRS = [pair for pair in load().values() if pair.predicate is None]
 
 
-@pytest.mark.parametrize("pair", share(PAIRS), ids=lambda pair: pair.name)
+@pytest.mark.parametrize("pair", share(PAIRS, times=2), ids=lambda pair: pair.name)
 def test_twins_hold_what_the_compiled_ones_hold(pair: Any) -> None:
     """Right and wrong bodies, in plain JAX, with gradients."""
     args = pair.arguments()

@@ -38,10 +38,7 @@ named = lambda pair: f"{pair.group}-{pair.name}"
 # What only these reach of the checker.
 ALONE = {
     "blocks_around_the_heads",
-    "rope_of_local_positions",
-    "gated_mlp_without_sp",
     "derivative_by_local_frequencies",
-    "cross_entropy_without_cp",
     "top_k",
     "grid_of_a_block",
     "windows_cut_at_the_edges",
@@ -55,7 +52,7 @@ a_share = pytest.mark.parametrize("pair", SHARED, ids=named)
 some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
 
 
-@a_share
+@pytest.mark.parametrize("pair", share(PAIRS, times=2), ids=named)
 def test_a_pasted_fix_sends_no_more_than_the_right_body(pair: Pair) -> None:
     names, args = list(inspect.signature(pair.mistaken).parameters), pair.arguments()
     body, lines = mended(pair.kernel, pair.mistaken, names, args)

@@ -14,6 +14,7 @@ import pytest
 import spmd
 from spmd.modes import MODES
 from tests.conftest import FULL_CASES, case_count
+from tests.sampler import rare
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SIDE = 16
@@ -49,6 +50,7 @@ def shared(x: np.ndarray) -> np.ndarray:
     return grid - 1
 
 
+@rare
 def test_the_density_and_its_spectrum_are_numpys(universe: Any, white: Any) -> None:
     x, p, owner = universe.begin(white)
     assert int((owner >= 0).sum()) == SIDE**3

@@ -117,6 +117,7 @@ def gradients(lm) -> Gradients:
     ),
     ids=" ".join,
 )
+@rare
 def test_meshes_and_micro_batches_change_nothing(gradients, flags):
     loss, wanted, _ = gradients()
     other, found, _ = gradients(*flags)
@@ -196,6 +197,7 @@ def test_files_that_cannot_be_written_do_not_change_how_a_run_ends(lm, tmp_path,
     assert all(one.stat().st_mode & 0o077 == 0 for one in tmp_path.glob("train_lm-*"))
 
 
+@rare
 def test_ctrl_c_ends_with_the_score_so_far_and_a_sample(lm, capsys, monkeypatch):
     stopping = lm.cluster.stopping
 

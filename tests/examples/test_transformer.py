@@ -112,7 +112,7 @@ def compare(found: Any, wanted: Any) -> None:
         assert off < 1e-5, f"{jax.tree_util.keystr(path)}: off by {off:.1e} of its largest element"
 
 
-@pytest.mark.parametrize("name", share(PRODUCTS, times=2))
+@pytest.mark.parametrize("name", share(PRODUCTS, times=3))
 def test_every_product_computes_what_one_device_does(steps, name):
     config, mesh, changes = PRODUCTS[name]
     compare(steps(config, mesh, changes), steps.on_one_device(config))
@@ -128,6 +128,7 @@ def test_other_modes(steps, name, mode):
 
 
 @pytest.mark.parametrize(("rounds", "order"), share([(None, [0, 1, 2, None]), (2, [0, 2, 1, None])]))
+@rare
 def test_uneven_stages(module, rounds, order):
     """Three layers on two stages: the fourth slot does nothing, and its weights get no gradient. With rounds, the stack
     is in the order of the stages."""

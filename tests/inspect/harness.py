@@ -9,10 +9,14 @@ from jax.sharding import NamedSharding
 import spmd
 from spmd import explain
 from spmd.inspect import Explanation, collectives
-from spmd.inspect._written import written
 from tests.inspect.programs import arguments, make_loss
 
 DEVICES = spmd.make_mesh(dp=2, tp=4)
+
+
+def written(fn, args, kwargs, mesh=None):
+    """What `explain` says that a program does, before it is compiled."""
+    return explain(fn, *args, mesh=mesh, compiled=False, **kwargs).written
 
 
 def f32(*shape, spec=None, mesh=DEVICES):

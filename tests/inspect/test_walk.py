@@ -11,8 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.inspect import collectives
-from spmd.inspect._written import written
-from tests.inspect.harness import agree
+from tests.inspect.harness import agree, written
 
 HERE = os.path.basename(__file__)
 MESH = {"dp": 2, "tp": 4}

@@ -1,7 +1,4 @@
-"""What kernels say of wrong trees, sizes, statics and results, in messages.txt under the call; `bad_*.py` has the rest.
-
-A new one is a line `=== call` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/kernels -k write` writes the texts anew.
-"""
+"""What kernels say of wrong trees, sizes, statics and results, in messages.txt under the call; `bad_*.py` has the rest."""
 
 from pathlib import Path
 
@@ -10,10 +7,7 @@ import pytest
 
 import spmd
 from spmd import errors
-from tests.goldens import Golden, raised, written_anew
-
-GOLDEN = Golden(Path(__file__).with_name("messages.txt"))
-TEXTS = GOLDEN.read()
+from tests.goldens import pinned, raised
 
 
 def identity(x):
@@ -47,15 +41,7 @@ def told(call: str) -> str:
     )
 
 
-if written_anew():
-
-    def test_write():
-        GOLDEN.write({call: told(call) for call in TEXTS})
-
-
-@pytest.mark.parametrize("call", TEXTS)
-def test_message(call):
-    assert told(call) == TEXTS[call]
+_, test_write, test_message = pinned(Path(__file__).with_name("messages.txt"), told)
 
 
 def test_values_are_never_shown():

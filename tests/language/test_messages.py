@@ -1,8 +1,6 @@
-"""The text of every error of the layout language, pinned in messages.txt under what raises it; and a run of each fix.
+"""The text of every error of the layout language, pinned in messages.txt under what raises it; and a run of each fix."""
 
-A new one is a line `=== expression` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/language` writes the texts anew.
-"""
-
+import functools
 import re
 from pathlib import Path
 
@@ -12,22 +10,12 @@ import pytest
 from spmd.errors import SpmdError
 from spmd.language import Atom, AxisMapping, Dim, Layout, Pattern
 from tests.errors.registry import fixes_of
-from tests.goldens import Golden, raised, written_anew
+from tests.goldens import pinned, raised
 
 NAMES = {one.__name__: one for one in (Atom, AxisMapping, Dim, Layout, Pattern)} | {"np": np}
-GOLDEN = Golden(Path(__file__).with_name("messages.txt"))
-TEXTS = GOLDEN.read()
-
-
-if written_anew():
-
-    def test_write():
-        GOLDEN.write({expression: raised(expression, NAMES) for expression in TEXTS})
-
-
-@pytest.mark.parametrize("expression", TEXTS)
-def test_message(expression):
-    assert raised(expression, NAMES) == TEXTS[expression]
+TEXTS, test_write, test_message = pinned(
+    Path(__file__).with_name("messages.txt"), functools.partial(raised, names=NAMES)
+)
 
 
 @pytest.mark.parametrize("expression", TEXTS)

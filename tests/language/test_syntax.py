@@ -4,7 +4,7 @@ import pytest
 
 from spmd.errors import LayoutError
 from spmd.language import Atom, Dim
-from spmd.language._syntax import check_form, writable
+from spmd.language._syntax import check_form, fixed, tokenize, writable
 
 
 @pytest.mark.parametrize(
@@ -48,3 +48,47 @@ def test_what_no_string_could_say_is_an_error(dim):
 def test_names_are_ascii_identifiers():
     names = ("b", "_b", "B2", "_", "__", "2b", "ü", "", 3)
     assert [writable(name) for name in names] == [True, True, True, False, False, False, False, False, False]
+
+
+# -------------------- from a string to tokens and back, and what is said of characters that do not belong to the language
+
+
+def test_tokens_know_where_they_stand():
+    source = "b/dp ... [1+x]\n-> (h 12) {U:tp},"
+    tokens = tokenize(source)
+    assert [source[slice(*one.span)] for one in tokens[:-1]] == [
+        *("b", "/", "dp", "...", "[", "1", "+", "x", "]", "->"),
+        *("(", "h", "12", ")", "{", "U", ":", "tp", "}", ","),
+    ]
+    assert tokens[-1].kind == "end" and tokens[-1].span == (len(source), len(source))
+    assert [one.kind for one in tokens[:3]] == ["name", "/", "name"]
+
+
+@pytest.mark.parametrize(
+    ("source", "fix"),
+    [
+        ("b > d", '"b -> d"'),
+        ("b => d", '"b -> d"'),
+        ("b → d", '"b -> d"'),
+        ("b.. d", '"b ... d"'),
+        ("b∕dp", '"b/dp"'),
+        ("b\\dp", '"b/dp"'),
+    ],
+)
+def test_what_is_nearly_right_has_a_fix(source, fix):
+    with pytest.raises(LayoutError) as caught:
+        tokenize(source)
+    assert caught.value.fault.fix == fix
+    tokenize(fix.strip('"'))
+
+
+@pytest.mark.parametrize("source", ["b * d", "b ü", "b ; d", "b\x00"])
+def test_what_is_wrong_is_pointed_at(source):
+    with pytest.raises(LayoutError) as caught:
+        tokenize(source)
+    start, end = caught.value.fault.span
+    assert end == start + 1 and source[start] == source.strip("b d")
+
+
+def test_of_several_lines_the_fix_is_one():
+    assert fixed("b d\n-> b > d\n", 9, 10, "->") == "-> b -> d"

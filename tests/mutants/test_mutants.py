@@ -14,16 +14,16 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd import _compat
 from spmd.testing import Mismatch, assert_same_on_any_mesh
 from tests import layers
+from tests.checker.harness import varying
 from tests.mutants import changes
 from tests.mutants.judge import UNKNOWN, Verdict, judge, mutants, other_mesh, run, said
 from tests.mutants.programs import FAMILIES, Program, of_layer, programs
 from tests.mutants.sites import Mutant, Place, changed, mutants_of
 from tests.mutants.table import Tally
 from tests.mutants.verdicts import TABLES, by_name, line_of, read, tables, verdict_of
-from tests.sampler import seeds
+from tests.sampler import rare, seeds
 
 KEPT = read()
 MESH: dict[str, Any] = {"a": 2, "b": 4}
@@ -34,6 +34,7 @@ X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
 
 
 @pytest.mark.parametrize("seed", seeds())
+@rare
 def test_no_layer_raises_an_alarm(seed: int) -> None:
     """Its value and its gradient, with the scales."""
     dice = random.Random(seed)
@@ -122,7 +123,7 @@ def stacked(body, spec=P(("a", "b"))):
 
     def one(x):
         y = body(x)
-        return _compat.pvary(jnp.asarray(y)[None], ("a", "b"))
+        return varying(jnp.asarray(y)[None], "a", "b")
 
     return jax.jit(jax.shard_map(one, mesh=spmd.make_mesh(**MESH), in_specs=spec, out_specs=P(("a", "b"))))
 
@@ -239,9 +240,7 @@ def product(how):
         "not at all": lambda x, w: jnp.tanh(lax.psum(x @ w, "b")),
     }[how]
     specs = (P("a", "b"), P("b"))
-    made = jax.shard_map(
-        lambda x, w: _compat.pvary(body(x, w)[None], ("b",)), mesh=mesh, in_specs=specs, out_specs=P("b", "a")
-    )
+    made = jax.shard_map(lambda x, w: varying(body(x, w)[None], "b"), mesh=mesh, in_specs=specs, out_specs=P("b", "a"))
     return lambda x, w: jax.value_and_grad(lambda x, w: (made(x, w) ** 2).sum(), (0, 1))(x, w)
 
 

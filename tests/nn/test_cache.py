@@ -9,6 +9,7 @@ import numpy as np
 import spmd
 from spmd import nn, parallel
 from tests.nn.dense import dense_result
+from tests.sampler import rare
 
 RNG = np.random.default_rng(5)
 
@@ -55,6 +56,7 @@ def test_rows_of_different_lengths():
     assert not out.any() and np.array_equal(cache["positions"], before)
 
 
+@rare
 def test_a_prompt_read_by_a_ring_fills_the_cache_where_it_lies():
     """Striped tokens go into striped slots without communication; what follows is decoded over them."""
     mesh = spmd.make_mesh(cp=4)
@@ -95,6 +97,7 @@ def test_a_prompt_read_by_a_ring_fills_the_cache_where_it_lies():
         assert np.allclose(run(*args), truth[:, prompt:], atol=1e-5)
 
 
+@rare
 def test_a_window_is_a_ring_buffer():
     """A cache of four slots serves a sequence of any length with a window of four."""
     q, k, v = normal(1, 11, 2, 3), normal(1, 11, 2, 3), normal(1, 11, 2, 3)

@@ -10,8 +10,10 @@ import numpy as np
 
 import spmd
 from spmd import nn
+from tests.sampler import rare
 
 
+@rare
 def test_wider_numbers_stay_wide():
     """Of float64 no layer keeps float32's digits only."""
     rng = np.random.default_rng(20)
@@ -71,6 +73,7 @@ def test_gradients_of_scores_multiply_in_the_dtype_of_the_operands():
             assert np.linalg.norm(a.astype(np.float32) - b) < 6e-3 * np.linalg.norm(b)
 
 
+@rare
 def test_gradients_of_scores_in_float16_do_not_underflow():
     """A mean over many tokens has slopes that float16 does not hold."""
     gradients, args, truth = losses_of(jnp.float16, 2**14)

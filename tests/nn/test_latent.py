@@ -7,6 +7,7 @@ import numpy as np
 import spmd
 from spmd import nn
 from tests.nn.cases_latent import INS, LATENT, PLAIN, ROTARY, TURN, VALUE, dense_latent, weights_of
+from tests.sampler import rare
 
 B, S, D, H = 2, 5, 6, 4
 SHAPES = (D, H, PLAIN + ROTARY), (D, LATENT + ROTARY), (LATENT, H, PLAIN), (LATENT, H, VALUE), (H, VALUE, D), (LATENT,)
@@ -19,6 +20,7 @@ def arguments():
     return [rng.normal(size=shape).astype(np.float32) for shape in ((B, S, D), *SHAPES)]
 
 
+@rare
 def test_decoding_token_by_token_agrees_with_the_whole_sequence() -> None:
     """Absorbed, in a scan, over a cache that is divided over the batch; positions differ between rows."""
     x, *weights = arguments()

@@ -36,6 +36,7 @@ def test_the_block_moves_and_keeps_what_the_hand_written_one_does(dp, tp):
 
 
 @rare
+@rare
 def test_four_blocks():
     """55 MiB, and the norms; no more temporary memory than four written by hand."""
     mesh, layout = spmd.make_mesh(dp=4, tp=2), llama_block.RESIDUAL
@@ -130,6 +131,7 @@ CASE = LayerCase(
 )
 
 
+@rare
 def test_embedding_block_norms_and_loss():
     """Values and gradients in all modes; every collective, with its bytes."""
     check(replace(CASE, mesh={"dp": 2, "tp": 4}))

@@ -12,7 +12,7 @@ from spmd import nn
 from spmd.modes import MODES
 from tests.nn.cases_loss import plain_cross_entropy
 from tests.nn.harness import MESH, mapped, normal
-from tests.sampler import share
+from tests.sampler import rare, share
 
 # -------------------- the known traps
 
@@ -121,6 +121,7 @@ def test_a_label_outside_the_vocabulary_is_heard_of():
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64"])
+@rare
 def test_labels_of_any_width(dtype):
     """Bytes as labels of a vocabulary that has more than bytes can count."""
     logits, labels = normal(18, 2, 3, 264), np.full((2, 3), 255, dtype)

@@ -12,7 +12,7 @@ from spmd.linalg import cho_solve, cholesky
 from spmd.modes import MODES
 from tests.ops.harness import blocks, close, make_mesh, pulled, run, wide
 from tests.ops.test_cholesky import DTYPES, drawn, positive
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, rare, seeds
 
 
 def plain(lower: Any, b: Any) -> Any:
@@ -80,6 +80,7 @@ def test_bytes_are_those_of_the_docstring() -> None:
     assert (alone.counts, alone.total_bytes) == ({"psum": 6}, forward.total_bytes)
 
 
+@rare
 def test_under_vmap_scan_remat_and_forward() -> None:
     one = jax.checkpoint(lambda lower, b: cho_solve(lower, b, "[n/a] [m], [n/a]"))
 

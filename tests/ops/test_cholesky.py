@@ -11,7 +11,7 @@ import spmd
 from spmd.linalg import cho_solve, cholesky
 from spmd.modes import MODES
 from tests.ops.harness import blocks, close, make_mesh, pulled, run, wide
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, rare, seeds
 
 DTYPES = {"float32": 1e-4, "float64": 1e-11, "complex64": 1e-4, "complex128": 1e-11}
 
@@ -94,6 +94,7 @@ def test_bytes_are_those_of_the_docstring() -> None:
     assert backward.total_bytes == 3 * square * (3 + 3 + 3) + 6 * summed
 
 
+@rare
 def test_the_program_grows_with_the_logarithm_of_the_devices() -> None:
     """Of the triangle, its solve and the gradients of both: one loop more for twice the devices."""
     lines: dict[int, int] = {}
@@ -112,6 +113,7 @@ def test_a_matrix_that_is_not_positive_has_nan() -> None:
     np.testing.assert_allclose(found[:4, :4], np.linalg.cholesky(x[:4, :4]), rtol=1e-5)
 
 
+@rare
 def test_under_vmap_scan_and_remat() -> None:
     one = jax.checkpoint(lambda x: cholesky(x, "[n/a] [m]"))
 
@@ -123,6 +125,7 @@ def test_under_vmap_scan_and_remat() -> None:
     jax.tree.map(lambda x, y: close(x, y, 1e-4), found, pulled(lambda x: 2 * plain(x), x))
 
 
+@rare
 def test_derivatives_forward_and_second() -> None:
     """Along a direction; the gradient of that; and of the gradient, both ways. Of complex numbers and a batch."""
     x = jnp.asarray(positive((2, 6), "complex64"))
@@ -139,6 +142,7 @@ def test_derivatives_forward_and_second() -> None:
     jax.tree.map(lambda found, wanted: close(found, wanted, 1e-3), every(fn), every(plain))
 
 
+@rare
 def test_a_derivative_forward_sends_three_times_as_much() -> None:
     kernel = spmd.kernel("n/a m -> n/a m", mesh=make_mesh({"a": 4}))(lambda x: cholesky(x, "[n/a] [m]"))
     x = positive((8,), "float32")

@@ -14,7 +14,7 @@ from spmd.modes import MODES
 from spmd.ops import full, iota, linspace, ones, zeros
 from tests import simulator
 from tests.ops.harness import close, frame, make_mesh, run
-from tests.sampler import Sampler, seeds, share
+from tests.sampler import Sampler, rare, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -35,6 +35,7 @@ def test_values_and_dtypes(mode: str) -> None:
 
 @pytest.mark.parametrize("x64", share([False, True]))
 @pytest.mark.parametrize("mode", MODES)
+@rare
 def test_dtypes_are_those_of_jax(mode: str, x64: bool) -> None:
     pairs = {
         "zeros": (lambda: zeros("b/dp", b=4), lambda: jnp.zeros(4)),

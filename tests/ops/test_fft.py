@@ -11,10 +11,9 @@ import pytest
 
 import spmd
 from spmd import fft
-from spmd._jaxprs.walker import axes_of, equations
 from spmd.modes import MODES
 from tests.ops.harness import make_mesh, pulled
-from tests.sampler import dice, seeds, share
+from tests.sampler import dice, rare, seeds, share
 
 NUMPY = {"fft": np.fft.fftn, "ifft": np.fft.ifftn, "rfft": np.fft.rfftn, "irfft": np.fft.irfftn}
 JNP = {"fft": jnp.fft.fftn, "ifft": jnp.fft.ifftn, "rfft": jnp.fft.rfftn, "irfft": jnp.fft.irfftn}
@@ -26,10 +25,10 @@ def kernel(kind: str, pattern: str, mesh, **options):
     return spmd.kernel(pattern, mesh=mesh, **sizes)(body)
 
 
-def gathered(jaxpr: Any) -> set[str]:
+def gathered(run: Any, x: Any) -> set[str]:
     """The mesh axes over which something is gathered."""
-    gathers = [eqn for eqn in equations(jaxpr) if eqn.primitive.name.startswith("all_gather")]
-    return {axis for eqn in gathers for axis in axes_of(eqn)}
+    sent = spmd.explain(run, x, compiled=False).collectives
+    return {axis for one in sent if one.kind == "all_gather" for axis in one.axes}
 
 
 def numbers(rng: np.random.Generator, shape, real: bool, double: bool = False):
@@ -88,7 +87,7 @@ def test_sampled(seed: int) -> None:
     run = kernel(kind, pattern, make_mesh(mesh), norm=norm, **sizes)
     src, dst = spmd.Pattern(pattern).inputs[0], spmd.Pattern(pattern).outputs[0]
     if set(src.axes) <= set(dst.axes):  # the array stays divided; only an axis that a plan borrowed is gathered
-        assert gathered(run.trace(x).jaxpr).isdisjoint(dst.axes)
+        assert gathered(run, x).isdisjoint(dst.axes)
     want = NUMPY[kind](x, axes=moved, norm=norm, **whole)
     by = numbers(rng, want.shape, not np.iscomplexobj(want))
     _, want_gradient = pulled(lambda x: JNP[kind](x, axes=moved, norm=norm, **whole), x, by=by)
@@ -100,6 +99,7 @@ def test_sampled(seed: int) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["x/a y z -> kx/a ky kz", "n x/a y/b -> n kx/b ky/a"])
+@rare
 def test_many_devices_exchange_in_the_form_that_few_do_not(pattern: str, monkeypatch) -> None:
     """Up to some number of devices the pieces of an exchange are joined one by one; eight are few."""
     mesh = make_mesh({"a": 4, "b": 2})
@@ -239,13 +239,15 @@ def test_a_dimension_alone_in_a_batch() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "pattern", "shape"),
-    [
-        ("fft", "b x/a y -> b kx ky/a", (0, 8, 8)),
-        ("fft", "b x/a y/c -> b kx ky/a/c", (0, 8, 8)),
-        ("ifft", "b x/a -> b kx/a", (0, 8)),
-        ("rfft", "b/c x/a y -> b/c kx/a ky", (0, 8, 8)),
-        ("irfft", "b x/a y -> b kx ky/a", (0, 8, 5)),
-    ],
+    share(
+        [
+            ("fft", "b x/a y -> b kx ky/a", (0, 8, 8)),
+            ("fft", "b x/a y/c -> b kx ky/a/c", (0, 8, 8)),
+            ("ifft", "b x/a -> b kx/a", (0, 8)),
+            ("rfft", "b/c x/a y -> b/c kx/a ky", (0, 8, 8)),
+            ("irfft", "b x/a y -> b kx ky/a", (0, 8, 5)),
+        ]
+    ),
 )
 def test_a_batch_of_nothing(kind: str, pattern: str, shape: tuple[int, ...]) -> None:
     x = np.zeros(shape, np.float32 if kind == "rfft" else np.complex64)
@@ -452,6 +454,7 @@ def test_other_names_are_the_users_own(pattern: str) -> None:
 # --- vmap, scan, remat, double precision ----------------------------------------------------------------------
 
 
+@rare
 def test_under_vmap_scan_and_remat() -> None:
     mesh = make_mesh({"a": 4})
     x = numbers(np.random.default_rng(0), (3, 4, 8), False)

@@ -9,7 +9,7 @@ import pytest
 
 import spmd
 from spmd import nn, parallel
-from spmd.inspect._written import written
+from tests.inspect.harness import written
 
 B, S, H, G, K = 2, 64, 4, 2, 16
 Q, KV = 4 * B * S * H * K, 4 * B * S * G * K  # bytes of queries, and of keys or of values

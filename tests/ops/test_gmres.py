@@ -12,7 +12,7 @@ import spmd
 from spmd.linalg import gmres
 from spmd.modes import MODES
 from tests.ops.harness import close, make_mesh, pulled, run, sampled_vector, wide
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, rare, seeds
 
 TOLERANCES = {"float32": 1e-6, "float64": 1e-12, "complex64": 1e-6, "complex128": 1e-12}
 HERE = {"a": 4}
@@ -109,6 +109,7 @@ def test_steps_and_residual_are_those_of_one_device() -> None:
         np.testing.assert_allclose(residual, best(n, every), rtol=2e-2)
 
 
+@rare
 def test_it_ends_where_nothing_more_can_be_gained() -> None:
     """Nothing to solve; a system without a solution; and more digits than float32 has."""
     fn = lambda apply, b, **how: run(lambda b: gmres(apply, b, "x/a y", **how), HERE, ["x/a y"], SCALARS)(b)
@@ -141,6 +142,7 @@ def test_collectives_are_those_of_the_docstring() -> None:
     assert found == ({"psum": 4, "ppermute": 6}, numbers(3 + 2 * 6) + both + 48)
 
 
+@rare
 def test_under_vmap_and_remat() -> None:
     one = jax.checkpoint(lambda b: gmres(applied("x/a y", 0.0), b, "x/a y", tol=1e-6)[0])
     b = jnp.asarray(Sampler(1).array((3, 4, 3))) * jnp.asarray([1, 0.01, 0])[:, None, None]

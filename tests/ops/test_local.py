@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from jax import lax
 
-from spmd import _compat, explain, random
+from spmd import explain, random
 from spmd.comm import all_gather, psum
 from spmd.errors import CommunicationError, LayoutError, ModeError, ReplicationError
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES
-from spmd.ops import axis_index, local, opaque, size
+from spmd.ops import axis_index, local, opaque, size, typeof
 from spmd.testing import assert_modes_agree
 from tests.checker.harness import suspicions
 
@@ -403,7 +403,7 @@ def test_opaque_types(mesh):
     def body(x, v):
         y = opaque(host, "n -> n")(v)
         z = opaque(lambda x: x.sum(1), "b/dp d/tp -> b/dp {U:tp}")(x)
-        seen.append([_compat.varying_axes(a) for a in (y, z)])
+        seen.append([{*typeof(a).varying} for a in (y, z)])
         return x + psum(z, "b/dp {U:tp} -> b/dp")[:, None] + y.sum()
 
     np.testing.assert_allclose(body(X, np.ones(4, np.float32)), X + X.sum(1)[:, None] + 8, rtol=1e-5)

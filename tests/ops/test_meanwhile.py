@@ -12,7 +12,7 @@ from spmd.inspect import collectives
 from spmd.modes import MODES
 from tests import simulator
 from tests.ops.harness import close, make_mesh, pulled, run
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, rare, seeds
 
 MESH = {"dp": 2, "tp": 4}
 W = "d/dp f/tp"
@@ -74,6 +74,7 @@ def arrays():
     return [0.3 * Sampler(i).array(shape, whole=False) for i, shape in enumerate([(4, 8), (3, 8, 16), (3, 16, 8)])]
 
 
+@rare
 def test_a_scan_over_layers_and_its_gradient(mesh) -> None:
     layers, args = kernel(mesh), arrays()
     loss = lambda fn: lambda *args: (fn(*args) ** 2).sum()

@@ -1,21 +1,17 @@
 """Wrong calls outside of kernels, each with its message in messages.txt under the call; `x` is 8 x 8, and `w` 8 x 12.
 
-A new one is a line `=== call` there: `SPMD_UPDATE_GOLDEN=1 python -m pytest tests/ops/test_messages.py` writes the texts
-anew. What needs a kernel, and what a pasted `fix:` computes, is in the files `bad_*.py`.
+What needs a kernel, and what a pasted `fix:` computes, is in the files `bad_*.py`.
 """
 
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import spmd
-from tests.goldens import Golden, raised, written_anew
+from tests.goldens import pinned, raised
 from tests.ops.harness import frame
 
-GOLDEN = Golden(Path(__file__).with_name("messages.txt"))
-TEXTS = GOLDEN.read()
 IDS = jnp.zeros((4, 8), jnp.int32)
 NAMES = vars(spmd.ops) | {
     "jax": jax,
@@ -33,15 +29,7 @@ def told(call: str) -> str:
         return raised(call, NAMES)
 
 
-if written_anew():
-
-    def test_write():
-        GOLDEN.write({call: told(call) for call in TEXTS})
-
-
-@pytest.mark.parametrize("call", TEXTS)
-def test_errors_say_what_is_wrong_and_what_to_write(call):
-    assert told(call) == TEXTS[call]
+TEXTS, test_write, test_message = pinned(Path(__file__).with_name("messages.txt"), told)
 
 
 def test_each_says_something_else():

@@ -11,7 +11,7 @@ import spmd
 from spmd.linalg import qr
 from spmd.modes import MODES
 from tests.ops.harness import close, make_mesh, pulled, run, wide
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, rare, seeds
 
 MESH = {"a": 4, "b": 2}
 DTYPES = {"float32": 2e-4, "float64": 1e-10, "complex64": 2e-4, "complex128": 1e-10}
@@ -106,6 +106,7 @@ def test_a_block_whose_columns_depend_on_each_other_has_a_gradient() -> None:
     close(weighed(qr_of, x)[1][0], weighed(plain, x)[1][0], 1e-3)
 
 
+@rare
 def test_under_vmap_scan_and_remat() -> None:
     one = jax.checkpoint(lambda x: qr(x, "[m/a] [n]"))
 

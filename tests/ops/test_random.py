@@ -18,7 +18,7 @@ from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.modes import MODES, Frame
 from spmd.ops._random import _block_prng, _positions, _words
-from tests.sampler import share
+from tests.sampler import rare, share
 
 KEY = jax.random.key(7)
 SAMPLERS = ("uniform", "normal", "bernoulli", "truncated_normal")
@@ -119,6 +119,7 @@ def test_complex_normal():
     same(got, jax.jit(lambda k: jax.random.normal(k, (6, 5), jnp.complex64))(KEY))
 
 
+@rare
 def test_float64():
     samplers = ("uniform", "normal", "truncated_normal")
     with jax.enable_x64(True):
@@ -128,6 +129,7 @@ def test_float64():
 
 
 @pytest.mark.parametrize("x64", share([False, True]))
+@rare
 def test_without_a_dtype_it_is_jaxs_own(x64, same_normal):
     """The promise of the module, where float means float64 as well."""
     mesh, shape = make_mesh(dp=4), (8, 3)
@@ -180,6 +182,7 @@ def test_random_cases(cases, same_normal):
         same(uniform, jax.random.uniform(KEY, tuple(sizes.values())))
 
 
+@rare
 def test_composite_dimensions():
     mesh = make_mesh(dp=2, cp=2)
     got = explicit(lambda k: random.uniform(k, "(h k)/dp d", h=4, k=3, d=5), mesh, "b/dp d")
@@ -222,6 +225,7 @@ def test_global_modes(mode):
 # --- positions that do not fit 32 bits ----------------------------------------------------------------------
 
 
+@rare
 def test_positions_beyond_a_word():
     rng = pyrandom.Random(1)
     for _ in range(5):

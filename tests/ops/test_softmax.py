@@ -10,7 +10,7 @@ import pytest
 from spmd.modes import MODES
 from spmd.ops import argmax, argmin, argsort, cumsum, reduce, softmax
 from tests.ops.harness import backward_counts, close, counts, pulled, run
-from tests.sampler import Sampler, share
+from tests.sampler import Sampler, mixed, rare, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -111,6 +111,7 @@ def test_argmin_has_no_gradient_and_sends_what_argmax_does() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+@rare
 def test_numbers_have_the_types_of_jnp_under_x64(dtype: str) -> None:
     """Whole and divided."""
     with jax.enable_x64(True):
@@ -191,8 +192,7 @@ def test_cumsum_dtypes_and_partial_sums() -> None:
     close(fn(x), jnp.cumsum(x, axis=1))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("shape", [(0, 3), (8, 0), (0, 0)])
+@pytest.mark.parametrize(("shape", "reverse"), share(mixed([(0, 3), (8, 0), (0, 0)], [False, True])))
 def test_cumsum_of_no_elements(shape: tuple[int, int], reverse: bool) -> None:
     """In a kernel, so that the checker looks at it too."""
     for dtype, mode in itertools.product(("float32", "bool"), MODES):

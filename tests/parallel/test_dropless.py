@@ -14,7 +14,7 @@ from spmd import Layout, parallel
 from spmd.kernels import _plan
 from tests.ops.harness import ragged_all_to_all
 from tests.parallel.test_experts import B, E, K, S, arguments
-from tests.sampler import share
+from tests.sampler import rare, share
 
 EXPERTS = ("d e", "e/ep d f/tp", "e/ep d f/tp", "e/ep f/tp d")
 LAYERS = [
@@ -120,6 +120,7 @@ def test_the_default_bound_is_the_worst_case_and_less_may_do() -> None:
 
 @pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
 @pytest.mark.parametrize("rows", share([None, 30]))
+@rare
 def test_rows_without_gaps_give_the_same(mesh, tokens, axes, rows, monkeypatch) -> None:
     """CPUs have no ragged_all_to_all. What it is given is right, forward and backward, if an emulation agrees."""
     args = arguments()
@@ -134,6 +135,7 @@ def test_rows_without_gaps_give_the_same(mesh, tokens, axes, rows, monkeypatch) 
 
 
 @pytest.mark.parametrize(("mesh", "tokens", "axes"), share(LAYERS))
+@rare
 def test_products_in_tiles_give_the_same(mesh, tokens, axes) -> None:
     """GPUs have no kernel for `ragged_dot`: there rows are multiplied in tiles. The types suspect nothing of it."""
     args, found = arguments(), {}

@@ -13,7 +13,7 @@ import spmd
 from spmd import Layout, parallel
 from spmd.inspect import collectives
 from tests.parallel.cases_experts import capacity, plain_choices, plain_moe
-from tests.sampler import share
+from tests.sampler import rare, share
 
 B, S, D, E, F, K = 8, 6, 5, 6, 4, 2
 GROUPS, FACTOR = (4, 2), 1.0
@@ -136,6 +136,7 @@ MESH = spmd.make_mesh(dp=2, ep=2, tp=2)
 SUMMED = lambda g: spmd.psum(g, "d e {U:dp,ep,tp} -> d e")
 
 
+@rare
 def test_the_routers_of_all_devices_stay_the_same() -> None:
     """The trap: the weights are equal, their gradients are not, and nobody sums them."""
     args = arguments()
@@ -208,6 +209,7 @@ def test_rows_are_moved_by_gathers_and_no_mask_is_made() -> None:
     assert largest <= max(K * t * e, e * c * d, K * t * d) < t * e * c
 
 
+@rare
 def test_with_fsdp_the_gathered_weights_are_scattered_back() -> None:
     """Weights divided over dp for storage: a gather before, and its transpose in the place of the psum."""
     args = arguments()
@@ -237,6 +239,7 @@ def test_with_fsdp_the_gathered_weights_are_scattered_back() -> None:
     assert (found["all_gather"], found["psum_scatter"], found["all_to_all"]) == (3, 3, 4)
 
 
+@rare
 def test_under_scan_remat_and_a_mapping_that_uses_its_letters() -> None:
     """Two layers in a scan; the caller's mapping places names that the layer has too."""
     args = arguments()

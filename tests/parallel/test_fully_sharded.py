@@ -9,7 +9,7 @@ import spmd
 from spmd import einsum, parallel
 from spmd.inspect import collectives
 from spmd.inspect._hlo import parse_module
-from tests.sampler import share
+from tests.sampler import mixed, rare, share
 
 REST = {"a": "d/dp f", "b": "f d/dp", "n": "d"}
 USE = {"a": "d f", "b": "f d", "n": "d"}
@@ -122,18 +122,20 @@ def test_what_is_gathered_at_the_start_is_kept(mesh, given):
     assert [shape for shape in shapes if shape[-2:] in ((D, F), (F, D))]
 
 
-@pytest.mark.parametrize(("way", "edge"), [("unrolled", 0), ("scan", 0), ("prefetch", 1)])
-@pytest.mark.parametrize("save", share([0, 1]), ids=["activations", "inputs"].__getitem__)
-def test_each_weight_is_gathered_again(way, edge, save, mesh, given):
+AT_THE_END = {"unrolled": 0, "scan": 0, "prefetch": 1}  # what the last layer gathers for one that is not there
+
+
+@pytest.mark.parametrize(("way", "save"), share(mixed(AT_THE_END, [0, 1])))
+def test_each_weight_is_gathered_again(way, save, mesh, given):
     """In the compiled program, on every version: without a scan too, where equal gathers are merged."""
     params, x = given
     run = kernel(WAYS[way][save], mesh)
     compiled = jax.jit(step(run)).lower(params, x, x).compile()
     report = collectives(compiled, mesh=mesh)
-    one = 4 * D * F * 3 // 4
-    assert report.counts == {"all_gather": 4 * (L + edge), "psum": report.counts["psum"], "psum_scatter": 2 * L}
+    one, gathers = 4 * D * F * 3 // 4, 4 * (L + AT_THE_END[way])
+    assert report.counts == {"all_gather": gathers, "psum": report.counts["psum"], "psum_scatter": 2 * L}
     kinds = report.by_kind()
-    assert kinds["all_gather"].total_bytes == 4 * (L + edge) * one
+    assert kinds["all_gather"].total_bytes == gathers * one
     assert kinds["psum_scatter"].total_bytes == 2 * L * one
     scales = L * 2 * 4 * D * 3 // 4
     assert kinds["psum"].total_bytes == scales
@@ -142,6 +144,7 @@ def test_each_weight_is_gathered_again(way, edge, save, mesh, given):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
+@rare
 def test_temporary_memory(mesh):
     """Six layers, mostly weights: in the compiled program a scan holds one or two of them gathered, not six."""
     struct = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -246,6 +249,7 @@ def test_what_all_layers_share_is_summed_once_if_deferred(mesh):
 
 
 @pytest.mark.parametrize("where", share(["shared", "carried", "stacked"]))
+@rare
 def test_keys_of_dropout_go_through_a_stack(where, mesh):
     """The same in each layer, split from layer to layer, or one among the parameters of each."""
     keys = jax.random.split(jax.random.key(1), L)

@@ -12,7 +12,7 @@ import pytest
 
 from spmd.parallel._grouped import contracted, grouped
 from tests.ops.harness import pulled
-from tests.sampler import share
+from tests.sampler import mixed, share
 
 R, G, D, F = 9, 3, 4, 5
 
@@ -41,8 +41,10 @@ def on_gpu() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("counts", [[300, 0, 1, 699], [0, 0, 0, 0], [1000, 0, 0, 0], [17, 400, 33, 511], [0, 3, 0, 0]])
-@pytest.mark.parametrize("dtype", share(["float32", "bfloat16"]))
+COUNTS = [[300, 0, 1, 699], [0, 0, 0, 0], [1000, 0, 0, 0], [17, 400, 33, 511], [0, 3, 0, 0]]
+
+
+@pytest.mark.parametrize(("counts", "dtype"), share(mixed(COUNTS, ["float32", "bfloat16"])))
 def test_tiles_have_rows_of_one_group(on_gpu, counts, dtype) -> None:
     """Groups that are empty, that end within a tile and that fill many: forward, backward, and the backward of that."""
     rng, n = np.random.default_rng(7), sum(counts)

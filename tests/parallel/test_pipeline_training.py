@@ -8,7 +8,7 @@ import pytest
 import spmd
 from spmd import nn, parallel
 from spmd.parallel.schedule import Tick, Ticks
-from tests.sampler import share
+from tests.sampler import rare, share
 
 OUTS = (0, 1, 2, 3)
 ORDERS = ("1f1b", "eager-1f1b", "zb-h1")
@@ -65,7 +65,7 @@ MESHES = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "v", "m", "order"), share(MESHES))
+@pytest.mark.parametrize(("sizes", "v", "m", "order"), share(MESHES, times=2))
 def test_value_and_gradients(sizes, v, m, order):
     """Those of whole arrays in all modes; the value also where nothing is differentiated."""
     run, plain, args = model(sizes, v, m, order=order)
@@ -158,6 +158,7 @@ def temporaries(program) -> int:
 
 
 @pytest.mark.parametrize("order", share(ORDERS))
+@rare
 def test_memory_does_not_grow_with_microbatches(order):
     """Temporaries of 8 and of 64 micro-batches: the same number of bytes here, six times as many with `pipeline`."""
     kept = [[temporaries(one) for one in compiled(m, order=order)[0]] for m in (8, 64)]

@@ -13,7 +13,7 @@ from spmd.propagation._loops import axes_of
 from spmd.propagation._module import Axis, Place
 from tests.propagation.frozen import compare, enter, run
 from tests.propagation.programs import AXES, PLAIN
-from tests.sampler import share
+from tests.sampler import rare, share
 
 NAMED = {one.name: one for one in PLAIN}
 LOOPED = ("layers", "layers_gradient", "layers_fsdp_gradient", "micro_batches")
@@ -26,6 +26,7 @@ def test_a_frozen_loop_has_the_numbers_and_sends_no_more_than_what_was_compiled(
 
 
 @pytest.mark.parametrize("name", share(("llama_loss", "llama_gradient")))
+@rare
 def test_a_frozen_llama(name):
     """All of a model of `examples/`: attention, a scan over its layers, a lookup, a loss over a divided vocabulary."""
     sent, auto = compare(NAMED[name], spmd.make_mesh(**AXES), gradient=name == "llama_loss", rtol=0.05)  # bfloat16

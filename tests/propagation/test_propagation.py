@@ -13,6 +13,7 @@ from spmd import Layout, propagate
 from spmd.errors import MeshError, SpmdError
 from spmd.testing import Mismatch, assert_collectives
 from tests.propagation.programs import mlp, mlp_sorted, struct
+from tests.sampler import rare
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
@@ -159,6 +160,7 @@ def test_thirty_lines_take_less_than_two_seconds():
     assert "sort needs" in text and "reduce_sum adds up what is divided over tp" in " ".join(text.split())
 
 
+@rare
 def test_405b_on_16384_devices_takes_less_than_twenty_seconds(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
     import llama405b

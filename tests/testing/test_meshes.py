@@ -16,7 +16,7 @@ import spmd
 from spmd import nn, parallel
 from spmd.testing import Mismatch, assert_same_on_any_mesh
 from tests.goldens import Golden, written_anew
-from tests.sampler import share
+from tests.sampler import rare, share
 from tests.testing.harness import SHAPES, make_mlp, message
 
 GOLDEN = Golden(Path(__file__).with_name("mismatches.txt"))
@@ -110,6 +110,7 @@ def test_fsdp_and_a_loss_inside(mesh):
     assert_same_on_any_mesh(step, *shapes, meshes=())
 
 
+@rare
 def test_experts_are_built_with_their_groups():
     """Capacity is counted by groups. By default there is one for each block of tokens, so the mesh is a part of the
     meaning."""
@@ -441,6 +442,7 @@ def step_of(mesh, mean="mean"):
 
 
 @pytest.mark.parametrize("devices", [False, True])
+@rare
 def test_a_function_that_calls_kernels_is_not_built(mesh, devices):
     args = struct(6, 12), struct(8, 6)
     assert_same_on_any_mesh(step_of(mesh), *args, mesh=mesh, devices=devices)

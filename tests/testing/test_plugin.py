@@ -1,11 +1,11 @@
 """The option of pytest: each kernel's numbers at its first call."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.fresh import run_python
 
 PROGRAM = """
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def test_a_suite_asks_numbers_of_each_kernel(words: tuple[str, ...], tmp_path: P
         """)
     )
     (tmp_path / "test_step.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *words]
-    found = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, check=False, cwd=tmp_path)
+    options = ["-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), *words]
+    found = run_python("-m", "pytest", *options, str(tmp_path))
     assert found.returncode == (1 if words else 0), found.stdout + found.stderr
     assert ("computes something else on several devices" in found.stdout) == bool(words)

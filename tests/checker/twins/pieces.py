@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 
 import spmd
-from spmd import all_gather, reduce, split
+from spmd import all_gather, einsum, reduce, split
 from tests.checker.twins.registry import wrong
 
 ROWS = "b/dp s d/tp -> b/dp s d/tp"
@@ -226,3 +226,16 @@ def batch_statistics(x):
 
 batch_statistics.right(lambda x: x - lax.pmean(x.mean((0, 2), keepdims=True), ("dp", "tp")))
 batch_statistics.whole(lambda x: x - x.mean((0, 2), keepdims=True))
+
+
+@wrong("b/dp s/tp d, d f -> b/dp s/tp f")
+def split_hides_an_axis(x, w):
+    """The features of each device's own tokens are split, as if all had the same tokens."""
+    part = split(x, "... d -> ... d/tp")  # wrong: hidden
+    return einsum(part, split(w, "d f -> d/tp f"), "... d/tp, d/tp f -> ... f")
+
+
+@split_hides_an_axis.right
+def _(x, w):
+    part = split(all_gather(x, "b/dp s/tp d -> b/dp s d"), "b/dp s d -> b/dp s d/tp")
+    return einsum(part, split(w, "d f -> d/tp f"), "b/dp s d/tp, d/tp f -> b/dp s/tp f")
