@@ -1,6 +1,6 @@
 """A training loop of several processes in which something goes wrong: `tests/cluster/disturbed.py FAULT RANK STEP STEPS`.
 
-FOLDER is where it saves, every second step, if it is set. It prints the loss and the first sample of each step, so that
+FOLDER is where it saves, after EVERY steps (2), if it is set. It prints the loss and the first sample of each step, so that
 runs can be compared bit for bit.
 """
 
@@ -23,7 +23,7 @@ import numpy as np
 import spmd
 
 PATIENCE = float(os.environ.get("PATIENCE", "3"))
-EVERY = 2
+EVERY = int(os.environ.get("EVERY", "2"))  # steps
 
 
 class Source:

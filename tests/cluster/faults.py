@@ -5,11 +5,13 @@
 
 Each run saves every second step and has no launcher. After a fault the same command is run again, without it: the losses
 and samples of all steps have to be those of a run that nothing disturbed, bit for bit. With `--write` the table goes
-into `docs/pages/when-a-run-stops.md`.
+into `docs/pages/when-a-run-stops.md`. Random faults come one after the other in runs that save every twentieth of their
+steps: after each the same command is run again, with the next one.
 """
 
 import argparse
 import functools
+import itertools
 import random
 import re
 import socket
@@ -17,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.cluster.harness import ROOT, Ended, end, join, joined
@@ -108,34 +110,65 @@ def undisturbed(count: int, steps: int) -> dict[int, str]:
     return steps_of(found[0].out)
 
 
-def see(fault: Fault, *, count: int = 2, when: int = 5, steps: int = STEPS) -> Seen:
-    """Provoke a fault, then run the same program again without it."""
+@dataclass(frozen=True)
+class Start:
+    """One start of a run: the fault and its step (None for the last start, which goes to the end), how its processes
+    ended, and how many seconds after the fault those that it is not in."""
+
+    fault: Fault | None
+    when: int
+    ended: Sequence[Ended]
+    seconds: float
+
+    @property
+    def steps(self) -> dict[int, str]:
+        """What process 0 says of each step; of those after a fault of numbers nothing, for they are done again."""
+        wrong = self.fault is not None and self.fault.kind in ("nan", "flip")
+        found = steps_of(self.ended[0].out)
+        return {step: said for step, said in found.items() if not wrong or step <= self.when}
+
+
+def see(faults: Sequence[tuple[Fault, int]], *, count: int = 2, steps: int = STEPS, every: int = 2) -> list[Seen]:
+    """Provoke faults at steps of one run, which is started again after each; what is seen of them.
+
+    Args:
+      faults: Each with its step, in which it comes; the steps grow.
+      count: How many processes.
+      steps: How many steps the run has.
+      every: After how many steps it saves, and compares copies.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        told = {"PATIENCE": str(PATIENCE), "FOLDER": f"{folder}/run", "PREFETCH": str(fault.prefetch)}
-        kind = "none" if fault.kind == "damage" else fault.kind
-        found, seconds = _provoked([PROGRAM, kind, str(fault.who), str(when), str(steps)], count, told, fault)
-        if fault.kind == "damage":
-            steps += 4
-            seconds = 0.0  # it is seen at the next start
-            _damage(Path(folder, "run", "steps", str(steps - 4)))
-        again = joined([[PROGRAM, "none", "0", "0", str(steps)]] * count, [told] * count)
-        others = again if fault.kind == "damage" else [one for rank, one in enumerate(found) if rank != fault.who]
-        first, second = steps_of(found[0].out), steps_of(again[0].out)
-        lost = len(first.keys() & second.keys())
-        return Seen(
-            seconds, _line(fault, others), lost, _wrong(fault, others, seconds, again, first, second, count, steps)
-        )
+        told = {"PATIENCE": str(PATIENCE), "FOLDER": f"{folder}/run", "EVERY": str(every)}
+        starts = []
+        for fault, when in faults:
+            ended, seconds = _provoked(fault, when, count, steps, every, told)
+            starts.append(Start(fault, when, ended, seconds))
+            if fault.kind == "damage":
+                _damage(max(Path(folder, "run", "steps").iterdir(), key=lambda one: int(one.name)))
+        ended = joined([[PROGRAM, "none", "0", "0", str(steps)]] * count, [told] * count)
+        starts.append(Start(None, steps, ended, 0.0))
+    pairs = list(itertools.pairwise(starts))
+    seen = [_seen(start, after, undisturbed(count, steps)) for start, after in pairs]
+    whole = {step: said for start in starts for step, said in start.steps.items()}
+    if not seen[-1].wrong and (whole != undisturbed(count, steps) or any(one.code for one in ended)):
+        seen[-1] = replace(seen[-1], wrong=f"the run does not end right: {[one.err[-800:] for one in ended]}")
+    return seen
 
 
-def _provoked(command: Sequence[str], count: int, told: dict[str, str], fault: Fault) -> tuple[list[Ended], float]:
+def _provoked(
+    fault: Fault, when: int, count: int, steps: int, every: int, told: dict[str, str]
+) -> tuple[list[Ended], float]:
     """How the processes end, and after how many seconds those that the fault is not in."""
     since = time.monotonic()
-    processes = join([command] * count, [told] * count)
-    ended = {rank: end(one, since, 90) for rank, one in enumerate(processes) if rank != fault.who}
+    # a file is damaged when a run has ended; on a full disk a run goes on, and the failure of its last save is an error
+    steps = {"damage": when, "disk": min(when + every + 1, steps)}.get(fault.kind, steps)
+    command = [PROGRAM, fault.kind, str(fault.who), str(when), str(steps)]
+    processes = join([command] * count, [{**told, "PREFETCH": str(fault.prefetch)}] * count)
+    ended = {rank: end(one, since) for rank, one in enumerate(processes) if rank != fault.who}
     now = time.time()
     if fault.kind == "stop":
         processes[fault.who].kill()
-    ended[fault.who] = end(processes[fault.who], since, 90)
+    ended[fault.who] = end(processes[fault.who], since)
     if fault.kind == "disk":
         now = time.time()
     times = re.findall(r"^fault ([\d.]+)", ended[fault.who].out, re.M)
@@ -166,30 +199,27 @@ def _line(fault: Fault, others: Sequence[Ended]) -> str:
     return ""
 
 
-def _wrong(
-    fault: Fault,
-    others: Sequence[Ended],
-    seconds: float,
-    again: Sequence[Ended],
-    first: dict[int, str],
-    second: dict[int, str],
-    count: int,
-    steps: int,
-) -> str:
-    """What is not as it should be; empty where all is."""
-    if not _line(fault, others):
-        return f"nobody says {_said(fault)!r}: {[one.err[-800:] for one in others]}"
-    if seconds > (limit := eval(fault.limit, {"p": PATIENCE})):
-        return f"it took {seconds:.1f} s, not {limit}"
-    if any(one.code not in fault.codes for one in others):
-        return f"exit codes {[one.code for one in others]}"
-    if any(one.code for one in again):
-        return f"it does not go on: {[one.err[-800:] for one in again]}"
-    right = undisturbed(count, steps)
-    good = first if fault.kind not in ("nan", "flip") else {}
-    if {**good, **second} != {step: right[step] for step in {**good, **second}} or max(second, default=steps) != steps:
-        return "the losses or samples are not those of a run that nothing disturbed"
-    return ""
+def _seen(start: Start, after: Start, right: dict[int, str]) -> Seen:
+    """What is seen of a fault, in the start in which it comes and in the one after it."""
+    fault = start.fault
+    assert fault is not None
+    if fault.kind == "damage":  # it is seen at the next start
+        others = after.ended
+    else:
+        others = [one for rank, one in enumerate(start.ended) if rank != fault.who]
+    first, second, line, wrong = start.steps, after.steps, _line(fault, others), ""
+    codes = [one.code for one in (start.ended if fault.kind == "damage" else others)]
+    if not line:
+        wrong = f"nobody says {_said(fault)!r}: {[one.err[-800:] for one in others]}"
+    elif start.seconds > (limit := eval(fault.limit, {"p": PATIENCE})):
+        wrong = f"it took {start.seconds:.1f} s, not {limit}"
+    elif not set(codes) <= set(fault.codes):
+        wrong = f"exit codes {codes}"
+    elif not second or min(second) > max(first, default=0) + 1:
+        wrong = f"it does not go on: {[one.err[-800:] for one in after.ended]}"
+    elif any(said != right[step] for one in (first, second) for step, said in one.items()):
+        wrong = "the losses or samples are not those of a run that nothing disturbed"
+    return Seen(start.seconds, line, len(first.keys() & second.keys()), wrong)
 
 
 # --- the table -------------------------------------------------------------------------------------------------------
@@ -218,28 +248,45 @@ def row(fault: Fault, seen: Seen) -> str:
     return f"| {fault.what} | {limit} | {f'{seen.seconds:.1f} s' if seen.seconds else '-'} | {cell} | {seen.lost} |"
 
 
+IN_ONE_RUN = 8  # random faults
+KINDS = ["kill", "stop", "sleep", "raise", "disk", "damage", "flip", "nan", "network"]
+
+
+def drawn(kind: str, who: int) -> Fault:
+    """A fault of a kind in a process, among more than two of them on few cores."""
+    of_it = [one for one in FAULTS if one.kind == kind]
+    base = next((one for one in of_it if one.who == who), of_it[0])
+    said, codes = base.said, base.codes
+    if kind == "flip":
+        said = "device \\d+ \\(rank {who} on \\S+ differs"
+    if kind in ("kill", "network", "raise") and who == 0:
+        said = f"{said}|{COORDINATOR}|the leader task|Connection closed by peer"
+    if kind in ("kill", "network", "raise", "stop"):
+        codes = (75, 1)  # JAX may be the first to see it
+    codes = (*codes, -6)  # where process 0 ends first, JAX aborts the others
+    return replace(
+        base, said=said, who=who, codes=codes, limit={"2": "15", "10": "25"}.get(base.limit, f"{base.limit} + 10")
+    )
+
+
 def at_random(number: int, seed: int, steps: int) -> int:
-    """That many random faults in runs of two to eight processes; how many of them are not as they should be."""
-    draw, bad = random.Random(seed), 0
-    kinds = ["kill", "stop", "sleep", "raise", "disk", "damage", "flip", "nan", "network"]
-    for i in range(number):
-        count, kind = draw.choice([2, 2, 3, 4, 8]), draw.choice(kinds)
-        who, when = draw.randrange(count), draw.randrange(3, steps - 2)
-        of_it = [one for one in FAULTS if one.kind == kind]
-        base = next((one for one in of_it if one.who == who), of_it[0])
-        said = base.said
-        if kind == "flip":
-            said = "device \\d+ \\(rank {who} on \\S+ differs"
-        if kind in ("kill", "network", "raise") and who == 0:
-            said = f"{said}|{COORDINATOR}|the leader task|Connection closed by peer"
-        limit = {"2": "15", "10": "25"}.get(base.limit, f"{base.limit} + 10")  # eight processes on few cores
-        fault = Fault(kind, base.what, said, limit, who, (0, 1, 75, -6))
-        seen = see(fault, count=count, when=when, steps=steps)
-        bad += bool(seen.wrong)
-        print(
-            f"{i}: {kind} in {who} of {count} at {when}: {seen.seconds:.1f} s, {seen.lost} again. {seen.wrong}",
-            flush=True,
-        )
+    """That many random faults, up to eight of them in each run of two to eight processes; how many of them are not as
+    they should be."""
+    draw, bad, done = random.Random(seed), 0, 0
+    while done < number:
+        count, several = draw.choice([2, 2, 3, 4, 8]), min(IN_ONE_RUN, number - done, steps // 12)
+        every = max(steps // 20, 2)
+        # the first comes when there are two checkpoints, and between two of them are steps that make a loop
+        gaps = sorted(draw.sample(range(every + 1, steps - 2 - 4 * several), several))
+        faults = [(drawn(draw.choice(KINDS), draw.randrange(count)), at + 4 * i) for i, at in enumerate(gaps)]
+        since = time.monotonic()
+        for (fault, when), seen in zip(faults, see(faults, count=count, steps=steps, every=every), strict=True):
+            bad += bool(seen.wrong)
+            where = f"{fault.kind} in {fault.who} of {count} at {when}"
+            print(f"{done}: {where}: {seen.seconds:.1f} s, {seen.lost} again. {seen.wrong}", flush=True)
+            done += 1
+        print(f"   {(time.monotonic() - since) / several:.1f} s for each of {several}", flush=True)
+    print(f"{bad} of {done} are not as they should be", flush=True)
     return bad
 
 
@@ -257,7 +304,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows, bad = [], 0
     for fault in FAULTS:
         if not options.only or fault.name in options.only:
-            seen = see(fault)
+            [seen] = see([(fault, 5)])
             rows.append(row(fault, seen))
             bad += bool(seen.wrong)
             print(fault.name, rows[-1], seen.wrong, sep="\n  ", flush=True)

@@ -18,7 +18,8 @@ def test_the_page_has_each_fault() -> None:
 
 @pytest.mark.parametrize("fault", share(FAULTS, times=4), ids=lambda one: one.name)
 def test_a_fault_is_named_and_nothing_is_lost(fault: Fault) -> None:
-    assert see(fault).wrong == ""
+    [seen] = see([(fault, 5)])
+    assert seen.wrong == ""
 
 
 @exhaustive
