@@ -62,7 +62,7 @@ def check_parts(arrays: Sequence[tuple[str, Any]], call: str) -> None:
     if wrong := disagreements({path: f"{x.dtype.name}{list(x.shape)}" for path, x in arrays}):
         rule = "the parts of the processes do not make up one array: each process has another global shape."
         raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
-    blocks = {path + _where(part.index, x.shape): part.data for path, x in arrays for part in x.addressable_shards}
+    blocks = {path + block_text(part.index, x.shape): part.data for path, x in arrays for part in x.addressable_shards}
     if wrong := conflicts({name: fingerprint(data) for name, data in blocks.items()}):
         rule = "processes that hold copies of one block have given different ones."
         raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
@@ -78,10 +78,10 @@ def _apart(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return found
 
 
-def _where(index: Sequence[slice], shape: Sequence[int]) -> str:
-    """A block as Python writes it: `[0:4, 0:8]`."""
+def block_text(index: Sequence[slice], shape: Sequence[int]) -> str:
+    """A block as Python writes it: `[0:4, 0:8]`; empty for a scalar."""
     limits = (one.indices(n) for one, n in zip(index, shape, strict=True))
-    return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]"
+    return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]" if shape else ""
 
 
 _ROWS = "each process reads the rows of spmd.cluster.my_rows(layout, shape)"

@@ -83,23 +83,20 @@ class Lease:
     def take(self) -> str:
         """Hold it from now on. Where another program holds it, wait for its next word: the program, or nothing if there
         is none in `PATIENCE` seconds, for then it has ended."""
-        if self._ended is not None:
-            other = self.holder()  # of a process that stood still, it may have been taken
-            return _lease_named(other) if other else ""
-        while other := self.holder():
-            word, since = self._heard
-            if time.monotonic() - since > PATIENCE:
-                break
-            time.sleep(BEAT / 5)
-            if self.holder() and self._heard[0] != word:
-                return _lease_named(other)
-        self._say()
-        time.sleep(BEAT / 50)
-        if other := self.holder():  # which took it in the same moment
-            return _lease_named(other)
-        self._ended = threading.Event()
-        threading.Thread(target=self._go_on, args=(self._ended,), daemon=True).start()
-        return ""
+        if self._ended is None:
+            while other := self.holder():
+                word, since = self._heard
+                if time.monotonic() - since > PATIENCE:
+                    break
+                time.sleep(BEAT / 5)
+                if self.holder() and self._heard[0] != word:
+                    return _lease_named(other)
+            self._say()
+            time.sleep(BEAT / 50)
+            if self.holder() is None:  # nobody took it in the same moment
+                self._ended = threading.Event()
+                threading.Thread(target=self._go_on, args=(self._ended,), daemon=True).start()
+        return _lease_named(self.holder())  # of a process that stood still, it may have been taken
 
     def release(self) -> None:
         """Let others take it."""
@@ -111,27 +108,23 @@ class Lease:
 
     def _go_on(self, ended: threading.Event) -> None:
         while not ended.wait(BEAT):
-            try:
+            with contextlib.suppress(OSError):  # a disk that does not answer for a while
                 if self.holder() is None:
                     self._say()
-            except OSError:  # a disk that does not answer for a while
-                continue
 
     def _say(self) -> None:
-        """Say that this process holds it: on a disk that is full, too."""
-        try:
-            os.utime(self._file)
-            if json.loads(self._file.read_text())["holder"] == _ME:
+        """Say that this process holds it: by the time of the file, on a disk that is full too."""
+        if self.held:
+            with contextlib.suppress(OSError):  # the file is gone, or in the cloud, where files have no times
+                os.utime(self._file)
                 return
-        except (OSError, ValueError, KeyError):  # it is not there, is another's, or is in the cloud
-            pass
         content = {"holder": _ME, "host": socket.gethostname(), "process": str(os.getpid()), "system": _system()}
-        content["time"] = f"{time.time()}"  # another word each time, where files have no times
+        content["time"] = f"{time.time()}"  # another word each time
         self._file.write_text(json.dumps(content))
 
 
-def _lease_named(holder: dict[str, str]) -> str:
-    return f"process {holder['process']} on {holder['host']}"
+def _lease_named(holder: dict[str, str] | None) -> str:
+    return f"process {holder['process']} on {holder['host']}" if holder else ""
 
 
 def _system() -> str:
@@ -623,21 +616,15 @@ def checksum(x: jax.Array) -> jax.Array:
 
 def block_checksum(block: np.ndarray[Any, Any], starts: Sequence[int]) -> int:
     """Return what a block adds to the checksum of its array, in which it begins at `starts`."""
+    if block.size > _SUMMED:
+        dim = int(np.argmax(block.shape))
+        halves, middle = np.array_split(block, 2, dim), list(starts)
+        middle[dim] += halves[0].shape[dim]
+        return (block_checksum(halves[0], starts) + block_checksum(halves[1], middle)) % 2**32
     words = _words(block)
-    starts = [*starts, *[0] * (words.ndim - len(starts))]
-    steps = [_steps(dim, np.arange(n, dtype=np.uint32) + np.uint32(i))
-             for dim, (i, n) in enumerate(zip(starts, words.shape, strict=True))]  # fmt: skip
-    return _summed(words, steps) % 2**32
-
-
-def _summed(words: np.ndarray[Any, Any], steps: Sequence[np.ndarray[Any, Any]]) -> int:
-    if words.size > _SUMMED:
-        dim = int(np.argmax(words.shape))
-        return sum(
-            _summed(part, [*steps[:dim], place, *steps[dim + 1 :]])
-            for part, place in zip(np.array_split(words, 2, dim), np.array_split(steps[dim], 2), strict=True)
-        )
-    place = functools.reduce(np.add.outer, steps, np.zeros((), np.uint32))
+    place = np.zeros((), np.uint32)  # of each word: numbers may have several, along dimensions of their own
+    for dim, (start, size) in enumerate(zip([*starts, 0, 0], words.shape, strict=False)):
+        place = np.add.outer(place, _steps(dim, np.arange(size, dtype=np.uint32) + np.uint32(start)))
     mixed = np.atleast_1d(words.astype(np.uint32) ^ place)  # NumPy warns where a scalar overflows
     return int(np.sum(_scrambled(mixed), dtype=np.uint32))
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._processes.agreement import in_all
+from spmd._processes.replicas import block_text
 from spmd._text.units import bytes_text
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout
@@ -176,18 +177,15 @@ def read_zarr(
     _check_names(about, Layout(str(layout)), rename or {}, call)
     sharding: Any = whole_sharding(mesh) if ambient_mode()[0] == "reference" else found
 
-    def key(where: Any) -> tuple[Any, ...]:
-        return tuple(part.indices(n)[:2] for part, n in zip(where, shape, strict=True))
-
-    def read() -> dict[tuple[Any, ...], np.ndarray[Any, Any]]:
+    def read() -> dict[str, np.ndarray[Any, Any]]:
         store = _opened(place.whole, open=True, fill_missing_data_reads=_ABOUT not in about["attributes"])
-        blocks = {key(where): where for where in sharding.addressable_devices_indices_map(shape).values()}
-        _check_memory(sum(math.prod(stop - start for start, stop in one) for one in blocks) * stored.itemsize)
-        futures = {at: store[where].read() for at, where in blocks.items()}
-        return {where: np.asarray(one.result()).astype(wanted, copy=False) for where, one in futures.items()}
+        blocks = {block_text(one, shape): one for one in sharding.addressable_devices_indices_map(shape).values()}
+        _check_memory(len(blocks) * math.prod(sharding.shard_shape(shape)) * stored.itemsize)
+        futures = {block: store[where].read() for block, where in blocks.items()}
+        return {block: np.asarray(one.result()).astype(wanted, copy=False) for block, one in futures.items()}
 
     numbers = _in_all(read, "the array could not be read.", call)
-    return jax.make_array_from_callback(shape, sharding, lambda where: numbers[key(where)])
+    return jax.make_array_from_callback(shape, sharding, lambda where: numbers[block_text(where, shape)])
 
 
 def _written_as(x: Any, names: str, call: str) -> Layout:

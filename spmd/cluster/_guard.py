@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from spmd._processes.agreement import anywhere, everyone, gathered
+from spmd._processes.replicas import block_text
 from spmd.cluster._checkpoints import by_device, checked, checksums, named, not_finite
 from spmd.errors import SpmdError, is_int
 
@@ -59,33 +60,26 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
 
 def _differences(leaves: Mapping[str, jax.Array]) -> list[str]:
     """The blocks of which devices hold different copies, and on which of them."""
-    local = sorted(jax.local_devices(), key=lambda one: one.id)
     most = max(collections.Counter(one.process_index for one in jax.devices()).values())
-    rows = np.zeros((most, len(leaves)), np.uint32)
     sums = by_device(checksums, leaves)
-    rows[: len(local)] = [[sums.get(device, {}).get(path, 0) for path in leaves] for device in local]
-    whole = gathered(rows)
-    of_process: dict[int, list[Any]] = collections.defaultdict(list)
-    for one in sorted(jax.devices(), key=lambda one: one.id):
-        of_process[one.process_index].append(one)
-    row_of = {one: whole[process, i] for process, several in of_process.items() for i, one in enumerate(several)}
-    found: list[tuple[str, Any, dict[Any, int]]] = []
+    mine = [[one.id, *(sums.get(one, {}).get(path, 0) for path in leaves)] for one in jax.local_devices()]
+    whole = gathered(np.array([*mine, *mine[:1] * (most - len(mine))], np.uint32))
+    row_of = {int(row[0]): row[1:] for row in whole.reshape(-1, 1 + len(leaves))}
+    found: list[tuple[str, dict[Any, int]]] = []
     for leaf, (path, x) in enumerate(leaves.items()):
-        copies: dict[Any, dict[Any, int]] = collections.defaultdict(dict)
+        copies: dict[str, dict[Any, int]] = collections.defaultdict(dict)
         for device, where in x.sharding.devices_indices_map(x.shape).items():
-            block = tuple(one.indices(n)[:2] for one, n in zip(where or (), x.shape, strict=True))
-            copies[block][device] = int(row_of[device][leaf])
-        found += [(path, block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
+            copies[path + block_text(where or (), x.shape)][device] = int(row_of[device.id][leaf])
+        found += [(block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
     hosts = everyone(socket.gethostname()) if found else []
     return [_odd(*one, hosts) for one in found]
 
 
-def _odd(path: str, block: Any, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
+def _odd(block: str, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
     """Return who has other copies of a block than most."""
     counts = collections.Counter(sums.values()).most_common()
     clear = len(counts) == 1 or counts[0][1] > counts[1][1]
     odd = [device for device, value in sums.items() if not clear or value != counts[0][0]]
     shown = ", ".join(f"device {one.id} (rank {one.process_index} on {hosts[one.process_index]})" for one in odd[:8])
-    where = f"[{', '.join(f'{start}:{stop}' for start, stop in block)}]" if block else ""
     others = f"differs from {counts[0][1]} equal copies" if clear else "have different copies, and no majority is right"
-    return f"{path}{where}: {shown} {others}"
+    return f"{block}: {shown} {others}"

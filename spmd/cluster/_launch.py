@@ -123,9 +123,8 @@ def _once(plan: Launch) -> tuple[int, bool]:
         return 0, watch.stopping
     code = failed.child.returncode
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-    screen.say(f"rank {failed.rank} of {plan.total} failed first, {how}{':' if failed.last else '.'}")
-    for line in failed.last:
-        screen.say(f"  {line}")
+    head = f"rank {failed.rank} of {plan.total} failed first, {how}{':' if failed.last else '.'}"
+    print(head, *failed.last, sep="\n  ", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code, watch.stopping
 
 
@@ -208,32 +207,21 @@ def _without_chatter(source: Iterable[str]) -> Iterator[str]:
 
 
 class _Screen:
-    """What is printed, line by line. While one rank is set apart, the lines of the others wait."""
+    """What is printed, line by line. While one rank is set apart, the readers of the others wait."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
+        self.turn = threading.Condition()
         self.only: int | None = None
-        self.waiting: list[tuple[int, str, IO[str]]] = []
 
     def line(self, rank: int, text: str, sink: IO[str]) -> None:
-        with self.lock:
-            if self.only not in (None, rank):
-                self.waiting.append((rank, text, sink))
-            else:
-                print(f"[{rank}] {text}", file=sink, flush=True)
+        with self.turn:
+            self.turn.wait_for(lambda: self.only in (None, rank))
+            print(f"[{rank}] {text}", file=sink, flush=True)
 
-    def first(self, process: Process) -> None:
-        """Let a process that has ended say all it has to say, then print what the others have said meanwhile."""
-        self.only = process.rank
-        process.drain()
-        with self.lock:
-            self.only, waiting, self.waiting = None, self.waiting, []
-            for rank, text, sink in waiting:
-                print(f"[{rank}] {text}", file=sink, flush=True)
-
-    def say(self, text: str) -> None:
-        with self.lock:
-            print(text, file=sys.stderr, flush=True)
+    def set_apart(self, rank: int | None) -> None:
+        with self.turn:
+            self.only = rank
+            self.turn.notify_all()
 
 
 class _Watch:
@@ -273,7 +261,9 @@ class _Watch:
         if process.child.returncode and self.failed is None:
             self.failed = process
             if not self.stopping:
-                self.screen.first(process)
+                self.screen.set_apart(process.rank)  # it says all it has to say before the others go on
+                process.drain()
+                self.screen.set_apart(None)
                 self._send(signal.SIGTERM)
                 self.deadline = time.monotonic() + GRACE
 

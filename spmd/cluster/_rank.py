@@ -36,9 +36,8 @@ def main(arguments: list[str]) -> None:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
             trace = trace.tb_next
-        sys.excepthook(
-            type(error), error.with_traceback(trace), trace
-        )  # a program that joined the others has one that ends here
+        # in a program that joined the others it ends here
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 130 if isinstance(error, KeyboardInterrupt) else 1
     if code:
         for stream in (sys.stdout, sys.stderr):

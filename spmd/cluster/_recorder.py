@@ -30,7 +30,7 @@ _LAPS = 3  # steps and batches after which a program is in its loop, and a long 
 _PATIENT = 10  # times the patience, where a process works on, or a device may
 _WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
-_GATHER = 4.0  # seconds in which a process that runs says where it is
+GATHER = 4.0  # seconds in which a process that runs says where it is
 _SHOWN = 4  # collectives of a program in a message
 
 
@@ -42,9 +42,8 @@ class _Recorder:
         self.step, self.began = -1, 0.0
         self.doing = ""
         self.code = 0  # with which this process ends, if that is decided
-        self.ended: str | None = None  # once it ends: by what
-        self.failed = False  # an error of JAX ends it: perhaps another process is gone
-        self.told = threading.Event()  # one of these has come
+        self.end, self.why = "", ""  # "ended", and by what; or "failed": JAX's error may come of another one's end
+        self.told = threading.Event()  # it ends
         self.listener: threading.Thread | None = None
         self.left: list[int] = []  # where the run ends because it stands still: the processes that may go on
         self.meet = ""  # and where their process 0 will listen
@@ -110,29 +109,15 @@ def stragglers() -> str:
     return Table(told, head, right=(2, 3, 4, 5, 6)).text()
 
 
-def leave(why: str) -> None:
-    """Say why this process ends, and listen no more. In a call of JAX's service a thread does not survive the end."""
-    recorder.ended = why
-    _await_listener(2.0)
-
-
-def await_others() -> None:
-    """Say that this program has ended, and listen until the others have: where one hangs, all end with one code."""
-    if recorder.ended is None:
-        recorder.ended = ""
-        _await_listener(None)
-
-
-def await_verdict() -> None:
-    """In a process that an error of JAX ends: wait until it is known whether another process is gone."""
-    recorder.failed = True
-    _await_listener(2 * _GATHER)
-
-
-def _await_listener(seconds: float | None) -> None:
-    recorder.told.set()
-    if recorder.listener is not None:
-        recorder.listener.join(seconds)
+def leave(end: str = "ended", why: str = "", seconds: float | None = None) -> None:
+    """Say how and why this process ends, and wait for the listener: in a call of JAX's service a thread does not
+    survive the end. One that has "failed" hears whether another process is gone; one that has "ended" without a reason
+    listens until the others have, for where one hangs, all end with one code."""
+    if not recorder.end:
+        recorder.end, recorder.why = end, why
+        recorder.told.set()
+        if recorder.listener is not None:
+            recorder.listener.join(seconds)
 
 
 def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
@@ -142,7 +127,7 @@ def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: st
         one = Watch(patience, on_hang, client, host)
         threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
         recorder.listener = threads[0]
-        atexit.register(await_others)  # called before JAX waits for them, where its errors abort a process
+        atexit.register(leave)  # called before JAX waits for them, where its errors abort a process
         for thread in threads:
             thread.start()
 
@@ -161,7 +146,7 @@ class Watch:
         self._used, self._looked, self._worked = 0.0, 0.0, time.monotonic()
         self._tick = min(max(1.0, self.count / 500), patience / 20)
         self._main = threading.main_thread().ident
-        self._started = self._progress = self._still = self._quiet = self._beat = time.monotonic()
+        self._progress = self._still = self._quiet = self._beat = time.monotonic()
         self._longest, self._laps, self._mark = 0.0, 0, None
         self._round, self._beats = 0, 0
         self._lives: dict[str, tuple[str, float]] = {}
@@ -172,16 +157,15 @@ class Watch:
         try:
             while not recorder.told.wait(self._tick):
                 self._watch()
-            if recorder.failed:
-                self._settle()
-            elif recorder.ended is not None:
-                self._call("key_value_set", f"spmd/ended/0/{self.rank}", json.dumps(self._place(Stack(self._main))))
-            while recorder.ended == "" and len(self._said("ended")) < self.count:
+            if recorder.end == "failed":
+                return self._settle()
+            self._call("key_value_set", f"spmd/ended/0/{self.rank}", json.dumps(self._place(Stack(self._main))))
+            while not recorder.why and len(self._said("ended")) < self.count:
                 time.sleep(self._tick)
                 self._watch()
         except jax.errors.JaxRuntimeError:  # JAX ends this process soon, if it has not ended the service itself
-            if self.rank > 0 and recorder.ended is None and coordination() is self.client:
-                self._end(self._without_coordinator())
+            if self.rank > 0 and recorder.end != "ended" and coordination() is self.client:
+                self._end_without_coordinator()
 
     def _watch(self) -> None:
         self._look()
@@ -193,13 +177,13 @@ class Watch:
         """End where the service does not answer: process 0, which has it, is stopped or gone."""
         while time.monotonic() - self._calling < self.patience / 2:
             time.sleep(self._tick)
-        recorder.left = []
-        self._end(self._without_coordinator())
+        self._end_without_coordinator()
 
     # --- inside ---
 
-    def _without_coordinator(self) -> str:
-        return f"{_head([recorder.step])}rank 0, which has the coordinator of all, does not answer."
+    def _end_without_coordinator(self) -> None:
+        recorder.left = []
+        self._end(f"{_head([recorder.step])}rank 0, which has the coordinator of all, does not answer.")
 
     @property
     def _idle(self) -> float:
@@ -264,7 +248,7 @@ class Watch:
             with contextlib.suppress(Exception):  # a backend may write its programs in other words
                 place["sends"] = (found := stack.sends())[:_SHOWN], len(found)
             self._say({"sends": ([], 0), **place})
-        until = time.monotonic() + _GATHER
+        until = time.monotonic() + GATHER
         while True:
             places = self._said("ended") | self._said("places")
             said = all("sends" in one for one in places.values() if one["kind"] == "waits")
@@ -284,7 +268,7 @@ class Watch:
                 print(f"{text} If nothing goes on, it ends after {longest:g} s.", file=sys.stderr, flush=True)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has stopped meanwhile: then by oneself
-                told = self._call("blocking_key_value_get", verdict, int(2000 * _GATHER))
+                told = self._call("blocking_key_value_get", verdict, int(2000 * GATHER))
                 text, ends, recorder.left, recorder.meet = json.loads(told)
         self._round += 1
         self._quiet = time.monotonic() + self.patience
@@ -293,9 +277,7 @@ class Watch:
 
     def _place(self, stack: Stack) -> dict[str, Any]:
         """Return where this process is: `kind` is what it does, "waits" where that is up to others."""
-        kind = "compiles" if stack.compiles() else recorder.doing or "runs"
-        if recorder.failed or recorder.ended is not None:
-            kind = "failed" if recorder.failed else "ended"
+        kind = recorder.end or ("compiles" if stack.compiles() else recorder.doing or "runs")
         if kind in ("runs", "save", "restore") and stack.waits_for_devices():
             kind = "waits"
         where = stack.place()
@@ -306,7 +288,7 @@ class Watch:
         now = time.monotonic()
         return {
             "kind": kind,
-            "where": where if recorder.ended is None else recorder.ended,
+            "where": recorder.why if recorder.end == "ended" else where,
             "step": recorder.step,
             "idle": now - self._progress,
             "still": now - self._still,
@@ -336,7 +318,7 @@ class Watch:
         if self.rank > 0:
             self._call("key_value_set", f"spmd/leaves/0/{self.rank}", "0", allow_overwrite=True)
         else:
-            until = time.monotonic() + _GATHER
+            until = time.monotonic() + GATHER
             while len(self._said("leaves")) < len(recorder.left) - 1 and time.monotonic() < until:
                 time.sleep(0.05)
             time.sleep(0.5)
@@ -400,9 +382,8 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
     rest = [rank for rank in places if rank not in guilty]
     lines = collections.Counter(places[rank]["where"] for rank in rest if places[rank]["kind"] != "ended")
     line = max(lines, key=lambda line: lines[line], default="")
-    first = (
-        f"{ranks(sorted(guilty))} did not reach {line}, where the others wait{_sent(places, line)}. " if line else ""
-    )
+    waiting = f"did not reach {line}, where the others wait{_sent(places, line)}. "
+    first = f"{ranks(sorted(guilty))} {waiting}" if line else ""
     each = []
     for rank in sorted(guilty)[:8]:
         place = places.get(rank)

@@ -28,7 +28,7 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import disagreements, first_difference
 from spmd._processes.environment import REMADE, Task, tasks
 from spmd._processes.replicas import compare_replicas
-from spmd.cluster._recorder import await_verdict, leave, recorder, watch
+from spmd.cluster._recorder import GATHER, leave, recorder, watch
 from spmd.cluster._stacks import is_installed
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
@@ -356,9 +356,9 @@ def _end_at_once(rank: int, count: int) -> None:
             stream.flush()
         if isinstance(value, jax.errors.JaxRuntimeError) or _GONE.search(first):
             time.sleep(_CONSEQUENCE)
-            await_verdict()
+            leave("failed", seconds=2 * GATHER)
         else:
-            leave(f"{kind.__name__}: {first}")
+            leave("ended", f"{kind.__name__}: {first}", 2.0)
         os._exit(recorder.code or (130 if issubclass(kind, KeyboardInterrupt) else 1))
 
     sys.excepthook = hook
