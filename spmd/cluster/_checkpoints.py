@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import datetime
 import errno
-import functools
 import hashlib
 import json
 import os
@@ -31,9 +29,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
-from spmd._processes.agreement import anywhere, everyone, gathered, in_all
+from spmd._processes.agreement import anywhere, everyone, in_all
 from spmd._python.rooms import nearest
-from spmd._trees.leaves import kind_of
+from spmd._trees.leaves import is_key, kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket
 from spmd.cluster._recorder import recorder
@@ -149,8 +147,8 @@ def _lives(process: str) -> bool:
 T = TypeVar("T")
 
 _PROBE = 4096  # bytes that are written to see whether a disk takes any
-_SUMMED = 2**16  # elements that are summed at a time, so that they stay in a cache
 _ABOUT, _STATE = "about", "state"
+_BESIDE = "0.json"  # what is beside the arrays
 
 
 class Restored(NamedTuple):
@@ -171,10 +169,9 @@ def checkpoints(
     """The checkpoints of a program in a folder: saved and restored by one line each.
 
     Orbax saves them, asynchronously and atomically (`pip install "spmd[cluster]"`). Beside the arrays of a step lie
-    their layouts, the mesh, versions, where the data are, and checksums: each process writes one for each array, of the
-    blocks that it saves. They add up to the checksum of the array, however it is cut. So a restore onto another mesh or
-    another number of processes verifies what it reads, and reads nothing more for that. A step is one folder, which can
-    be copied.
+    their layouts, the mesh, versions, where the data are, and a checksum of each array, which is the same however the
+    array is cut. So a restore onto another mesh or another number of processes verifies what it reads, and reads
+    nothing more for that. A step is one folder, which can be copied.
 
     Where a disk is full, training goes on: all processes report the save, with the path and the free bytes, and the
     next one is tried. If the first save of a run fails, or its last one, it is an error: `close` raises it.
@@ -254,7 +251,7 @@ class Checkpoints:
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
         Communication: in several processes an all-gather of 32 bytes: whether the last one is written, and whether the
-        disk takes this one. Checksums are computed by the thread, from the copies on the host.
+        disk takes this one. The devices compute the checksums, of which they add up 4 bytes for each array.
 
         Args:
           step: How many steps were done.
@@ -279,18 +276,18 @@ class Checkpoints:
         if refused:
             self._failed(step, refused)
             return
+        full = {path: x for path, x in leaves.items() if x.size}  # Orbax does not write what is empty
         about = {
             "step": step,
+            "sums": {path: int(found) for path, found in jax.device_get(checksums(full)).items()},
             "leaves": {path: _described(x) for path, x in leaves.items()},
             "versions": {name: installed(name) for name in ("jax", "orbax-checkpoint", "spmd")},
-            "processes": jax.process_count(),
             "data": None if data is None else data.state,
             "time": time.time(),
             "metrics": None if metrics is None else {name: float(x) for name, x in metrics.items()},
         }
-        full = {path: x for path, x in leaves.items() if x.size}  # Orbax does not write what is empty
-        items = {_STATE: self._orbax.args.StandardSave(full)} if full else {}
-        items[_ABOUT] = _beside(self._orbax)(about, _blocks(full))
+        items = {_ABOUT: self._orbax.args.JsonSave({"digest": _digest(about), "content": about})}
+        items |= {_STATE: self._orbax.args.StandardSave(full)} if full else {}
         failure = None
         try:
             composite = self._orbax.args.Composite(**items)
@@ -397,7 +394,8 @@ class Checkpoints:
         # by name, the processes meet at JAX's coordinator; else on devices, of which each must have the same number
         processes = orbax.options.MultiprocessingOptions(active_processes=all_of_them)
         parts = orbax.CompositeOptions(multiprocessing_options=processes)
-        handler = orbax.CompositeCheckpointHandler(composite_options=parts)
+        items = {_ABOUT: orbax.JsonCheckpointHandler(_BESIDE), _STATE: orbax.StandardCheckpointHandler()}
+        handler = orbax.CompositeCheckpointHandler(composite_options=parts, **items)
         how = orbax.AsyncOptions(timeout_secs=self._timeout)
         return orbax.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=processes)
 
@@ -496,7 +494,7 @@ class Checkpoints:
             for step in good:
                 about: dict[str, Any] = {}
                 with contextlib.suppress(_Damaged):
-                    about = self._about(step, 0)
+                    about = self._about(step)
                 when = datetime.datetime.fromtimestamp(about.get("time", 0), datetime.UTC)
                 infos.append(types.SimpleNamespace(step=step, time=when, metrics=about.get("metrics")))
             stays = self._keep.should_preserve(infos, context=policies.PreservationContext())
@@ -526,9 +524,8 @@ class Checkpoints:
         _say(self._failure)
 
     def _read(self, step: int, wanted: Any, data: Batches | None, cast: bool) -> Any:
-        about, asked_for = in_all(lambda: self._about(step, 0), _Damaged, _Damaged), named(wanted, "restore(init, ...)")
+        about, asked_for = in_all(lambda: self._about(step), _Damaged, _Damaged), named(wanted, "restore(init, ...)")
         _check_same(about["leaves"], asked_for, cast)
-        sums = self._sums(step, about["processes"], [path for path, x in asked_for.items() if x.size])
         asked = {}
         for path, x in asked_for.items():
             dtype = about["leaves"][path]["dtype"]
@@ -536,9 +533,8 @@ class Checkpoints:
             asked[path] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
         full = {path: x for path, x in asked.items() if x.size}
         leaves = in_all(lambda: self._arrays(step, full), _Damaged, _Damaged) if full else {}
-        wrong = [path for path, found in jax.device_get(checksums(leaves)).items() if int(found) != sums[path]]
-        if wrong:
-            raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
+        sums = jax.device_get(checksums(leaves))
+        in_all(lambda: _check_sums(sums, about["sums"]), _Damaged, _Damaged)  # each process has read its own file
         if data is not None:
             if about["data"] is None:
                 raise PlacementError(
@@ -550,25 +546,15 @@ class Checkpoints:
         placed = [cast_to(leaves[path], x.dtype) for path, x in asked_for.items()]
         return jax.tree.unflatten(jax.tree.structure(wanted), placed)
 
-    def _about(self, step: int, rank: int) -> Any:
-        """Return what the process of this rank wrote beside the arrays."""
+    def _about(self, step: int) -> Any:
+        """Return what was written beside the arrays."""
         try:
-            found = json.loads((self._folder(step) / _ABOUT / f"{rank}.json").read_text())
+            found = json.loads((self._folder(step) / _ABOUT / _BESIDE).read_text())
             if found["digest"] == _digest(found["content"]) and found["content"]["step"] == step:
                 return found["content"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise _Damaged("its checksums were not written") from error
         raise _Damaged("what lies beside the arrays is not what was saved")
-
-    def _sums(self, step: int, count: int, paths: Sequence[str]) -> dict[str, int]:
-        """The checksum of each array, from the files of the processes that saved it; each is read once."""
-        ranks = range(jax.process_index(), count, jax.process_count())
-        mine = in_all(lambda: [self._about(step, rank)["sums"] for rank in ranks], _Damaged, _Damaged)
-        here = [sum(one[path] for one in mine) % 2**32 for path in paths]
-        rows = gathered(np.array([step, *here], np.uint32))
-        if len(set(rows[:, 0].tolist())) > 1:
-            raise _Damaged("the processes read different steps")
-        return dict(zip(paths, np.sum(rows[:, 1:], axis=0, dtype=np.uint32).tolist(), strict=True))
 
     def _arrays(self, step: int, asked: Mapping[str, Any]) -> Any:
         """The arrays of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the others
@@ -585,6 +571,11 @@ class Checkpoints:
             raise _Damaged(f"{_STATE}: {type(error).__name__}: {jax_errors.first_line(error)}") from error
 
 
+def _check_sums(here: Mapping[str, Any], saved: Mapping[str, int]) -> None:
+    if wrong := [path for path, found in here.items() if int(found) != saved.get(path)]:
+        raise _Damaged(f"the numbers of {', '.join(wrong[:5])} are not those that were saved")
+
+
 def _say(text: object) -> None:
     with contextlib.suppress(OSError):  # the log may be a file on the disk that is full
         print(text, file=sys.stderr, flush=True)
@@ -597,64 +588,35 @@ class _Damaged(Exception):
 # --- checksums -------------------------------------------------------------------------------------------------------
 
 # A checksum is a sum of 32 bits over all elements, each mixed with its position. So it does not depend on how they are
-# cut: the sums of blocks add up to that of the array. A change of one bit changes the sum; one in four billion of the
-# other changes does not. Where an array is saved, each process sums its blocks with NumPy, in a thread for which no
-# device waits. Where it is read, the devices sum what they hold.
+# cut. The devices sum what they hold, where an array is saved and where it is read. A change of one bit changes the
+# sum; one in four billion of the other changes does not.
 
 
 @jax.jit
 def checksum(x: jax.Array) -> jax.Array:
     """The checksum of an array, which the devices compute."""
-    words = _words(_plain(x))
+    words = _words(x)
     place = jnp.uint32(0)
     for dim, size in enumerate(words.shape):
-        steps = _steps(dim, jnp.arange(size, dtype=jnp.uint32))
+        steps = jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1)
         # mixed once for each position along a dimension, which XLA would do again for each element
-        place += jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(steps), words.shape, (dim,))
+        place += jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(_scrambled(_scrambled(steps))), words.shape, (dim,))
     return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
 
 
-def block_checksum(block: np.ndarray[Any, Any], starts: Sequence[int]) -> int:
-    """Return what a block adds to the checksum of its array, in which it begins at `starts`."""
-    if block.size > _SUMMED:
-        dim = int(np.argmax(block.shape))
-        halves, middle = np.array_split(block, 2, dim), list(starts)
-        middle[dim] += halves[0].shape[dim]
-        return (block_checksum(halves[0], starts) + block_checksum(halves[1], middle)) % 2**32
-    words = _words(block)
-    place = np.zeros((), np.uint32)  # of each word: numbers may have several, along dimensions of their own
-    for dim, (start, size) in enumerate(zip([*starts, 0, 0], words.shape, strict=False)):
-        place = np.add.outer(place, _steps(dim, np.arange(size, dtype=np.uint32) + np.uint32(start)))
-    mixed = np.atleast_1d(words.astype(np.uint32) ^ place)  # NumPy warns where a scalar overflows
-    return int(np.sum(_scrambled(mixed), dtype=np.uint32))
-
-
-def _words(x: Any) -> Any:
-    """The bits of an array of numbers as unsigned integers of at most 32 bits, on the devices or in NumPy."""
-    xp = np if isinstance(x, np.ndarray) else jnp
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as unsigned integers of at most 32 bits; of random keys, those of their numbers."""
+    if is_key(x):
+        x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = xp.stack([x.real, x.imag], -1)
+        x = jnp.stack([x.real, x.imag], -1)
     if x.dtype == bool:
-        return x.astype(xp.uint8)
+        return x.astype(jnp.uint8)
     width = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
-    word = jnp.dtype(f"uint{min(width, 32)}")
-    if xp is jnp:
-        return jax.lax.bitcast_convert_type(x, word)
-    if width < 8:  # NumPy has them in the low bits of a byte
-        return x.view(np.uint8) & np.uint8(2**width - 1)
-    return np.ascontiguousarray(x).view(word).reshape((*x.shape, *[width // 32] * (width > 32)))
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
 
 
-def _plain(x: jax.Array) -> jax.Array:
-    """Random keys as the numbers that are stored for them."""
-    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
-
-
-def _steps(dim: int, positions: Any) -> Any:
-    return _scrambled(_scrambled(positions * np.uint32(0x9E3779B1) + np.uint32(dim + 1)))
-
-
-def _scrambled(x: Any) -> Any:
+def _scrambled(x: jax.Array) -> jax.Array:
     """The finaliser of MurmurHash3. Appleby, 2011."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
     x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
@@ -694,62 +656,11 @@ def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:
     return list(dict.fromkeys(path for one in found for path, fine in one.items() if not fine))
 
 
-_Blocks = Mapping[str, list[tuple[np.ndarray[Any, Any], tuple[int, ...]]]]
-
-
-def _blocks(leaves: Mapping[str, jax.Array]) -> _Blocks:
-    """The blocks that this process saves, with their places.
-
-    They are views on CPU, and what Orbax has copied already elsewhere. JAX does not reuse the memory of an array that
-    a view shows, even where it is donated.
-    """
-    return {
-        path: [
-            (np.asarray(one.data), tuple(part.indices(size)[0] for part, size in zip(one.index, x.shape, strict=True)))
-            for one in x.addressable_shards
-            if one.replica_id == 0
-        ]
-        for path, x in jax.tree.map(_plain, dict(leaves)).items()
-    }
-
-
 # --- what is beside the arrays ---------------------------------------------------------------------------------------
 
 
 def _digest(about: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
-
-
-@functools.cache
-def _beside(orbax: Any) -> Any:
-    """The arguments with which Orbax saves what lies beside the arrays, so that a step has both or is not there.
-
-    Each process writes a file with its checksums, which a thread computes; that of the first has the rest.
-    """
-    from orbax.checkpoint.future import CommitFutureAwaitingContractedSignals
-
-    class Handler(orbax.AsyncCheckpointHandler):
-        async def async_save(self, directory: Any, args: Any) -> list[Any]:
-            return [CommitFutureAwaitingContractedSignals(write(directory, args), name=_ABOUT)]
-
-        def save(self, directory: Any, args: Any) -> None:
-            raise NotImplementedError
-
-        restore = save
-
-    async def write(directory: Any, args: Any) -> None:
-        rank = jax.process_index()
-        sums = {path: sum(block_checksum(*one) for one in several) % 2**32 for path, several in args.blocks.items()}
-        content = {"step": args.about["step"], "sums": sums, **(args.about if rank == 0 else {})}
-        (directory / f"{rank}.json").write_text(json.dumps({"digest": _digest(content), "content": content}))
-
-    @orbax.args.register_with_handler(Handler, for_save=True, for_restore=True)
-    @dataclasses.dataclass
-    class Beside(orbax.args.CheckpointArgs):
-        about: Mapping[str, Any]
-        blocks: _Blocks
-
-    return Beside
 
 
 def named(tree: Any, call: str) -> dict[str, Any]:
