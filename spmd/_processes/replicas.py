@@ -78,9 +78,9 @@ def _apart(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return found
 
 
-def block_text(index: Sequence[slice], shape: Sequence[int]) -> str:
+def block_text(index: Sequence[slice] | None, shape: Sequence[int]) -> str:
     """A block as Python writes it: `[0:4, 0:8]`; empty for a scalar."""
-    limits = (one.indices(n) for one, n in zip(index, shape, strict=True))
+    limits = (one.indices(n) for one, n in zip(index or (), shape, strict=True))
     return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]" if shape else ""
 
 

@@ -33,7 +33,7 @@ from spmd._processes.agreement import anywhere, everyone, in_all
 from spmd._python.rooms import nearest
 from spmd._trees.leaves import is_key, kind_of
 from spmd.cluster._data import Batches
-from spmd.cluster._fields import in_a_bucket
+from spmd.cluster._fields import in_a_bucket, library
 from spmd.cluster._recorder import recorder
 from spmd.errors import PlacementError, SpmdError, is_int
 from spmd.mesh import check_alive
@@ -218,12 +218,8 @@ class Checkpoints:
     """The checkpoints in a folder. `checkpoints` makes it."""
 
     def __init__(self, path: str | Path, keep: Any, finite: bool, strict: bool, timeout_seconds: int) -> None:
-        try:
-            import orbax.checkpoint as orbax
-            from etils import epath
-        except ImportError as error:
-            advice = 'pip install "spmd[cluster]"'
-            raise SpmdError("checkpoints are saved by Orbax, which is not installed.", advice=advice) from error
+        rule = "checkpoints are saved by Orbax, which is not installed."
+        orbax, epath = (library(name, rule) for name in ("orbax.checkpoint", "etils.epath"))
         self._local = not in_a_bucket(path, ("gs",), "checkpoints(path)")
         self.path: Any = Path(path).absolute() if self._local else epath.Path(path)
         self._orbax, self._keep, self._strict, self._timeout = orbax, keep, strict, timeout_seconds
@@ -516,8 +512,7 @@ class Checkpoints:
         """Report that the disk refused a save, and go on if there is one to go back to."""
         free = f", {shutil.disk_usage(self.path).free} bytes free" if self._local and self.path.exists() else ""
         rule = "a checkpoint could not be saved."
-        call = "save(...)" if step is None else f"save({step}, state)"
-        self._failure = SpmdError(rule, call=call, got=[f"path: {self.path}{free}", told])
+        self._failure = SpmdError(rule, call=f"save({step}, state)", got=[f"path: {self.path}{free}", told])
         self._failure.__cause__ = error
         if self._strict or not self._any:
             raise self._failure
@@ -600,7 +595,9 @@ def checksum(x: jax.Array) -> jax.Array:
     for dim, size in enumerate(words.shape):
         steps = jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1)
         # mixed once for each position along a dimension, which XLA would do again for each element
-        place += jax.lax.broadcast_in_dim(jax.lax.optimization_barrier(_scrambled(_scrambled(steps))), words.shape, (dim,))
+        place += jax.lax.broadcast_in_dim(
+            jax.lax.optimization_barrier(_scrambled(_scrambled(steps))), words.shape, (dim,)
+        )
     return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
 
 

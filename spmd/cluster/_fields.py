@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -10,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,8 +49,6 @@ def in_a_bucket(path: str | Path, schemes: Sequence[str], call: str) -> bool:
     known = " or ".join(f'"{one}://bucket/folder"' for one in schemes)
     raise SpmdError(f"nothing is written to {str(path)!r}.", call=call, advice=f"a folder, or {known}, as a string")
 
-
-T = TypeVar("T")
 
 _MOST = 2**26  # bytes of a chunk
 _ABOUT = "spmd"  # the attribute that says how the array lay
@@ -164,7 +163,7 @@ def read_zarr(
     if not outside_trace():
         raise PlacementError("read_zarr runs outside jit.", call=call, advice="pass it as an argument")
     place = _Place(path, call)
-    about = _about(place, call)
+    about = _in_all(place.about, "there is no complete array at this path.", call)
     if layout is None:
         if _ABOUT not in about["attributes"]:
             rule = "the array does not say how it lay, because something else wrote it."
@@ -237,9 +236,13 @@ class _Place:
             self.part.rename(self.whole)
             shutil.rmtree(before, ignore_errors=True)
 
-    def about(self) -> bytes:
+    def about(self) -> dict[str, Any]:
+        """What an array says of itself."""
         if self._has(_NAME):
-            return cast(bytes, _files(self.whole).read(_NAME).result().value)
+            about = json.loads(_files(self.whole).read(_NAME).result().value)
+            if about["node_type"] != "array":
+                raise OSError("it is a group of arrays: read one of them")
+            return {"attributes": {}, **about}
         if self._has(".zarray") or self._has(".zgroup"):
             raise OSError("it is written in version 2 of Zarr, and version 3 is read")
         if not self.in_a_bucket and self.part.exists():
@@ -319,13 +322,20 @@ def _memory() -> float:
     return min(found)
 
 
-def _tensorstore() -> Any:
+def library(name: str, rule: str) -> Any:
+    """Return a package that is imported where it is needed.
+
+    Raises:
+      SpmdError: It is not installed.
+    """
     try:
-        import tensorstore
+        return importlib.import_module(name)
     except ImportError as error:
-        rule = 'TensorStore, which reads and writes Zarr, is not installed: pip install "spmd[cluster]"'
-        raise SpmdError(rule) from error
-    return tensorstore
+        raise SpmdError(rule, advice='pip install "spmd[cluster]"') from error
+
+
+def _tensorstore() -> Any:
+    return library("tensorstore", "TensorStore, which reads and writes Zarr, is not installed.")
 
 
 def _where(path: Path | str) -> Any:
@@ -339,18 +349,6 @@ def _files(path: Path | str) -> Any:
 def _opened(path: Path | str, **how: Any) -> Any:
     whole = {"store_data_equal_to_fill_value": True} if "metadata" in how else {}
     return _tensorstore().open({"driver": "zarr3", "kvstore": _where(path), **whole, **how}).result()
-
-
-def _about(place: _Place, call: str) -> dict[str, Any]:
-    """Return what an array says of itself."""
-
-    def read() -> dict[str, Any]:
-        about = json.loads(place.about())
-        if about["node_type"] != "array":
-            raise OSError("it is a group of arrays: read one of them")
-        return {"attributes": {}, **about}
-
-    return _in_all(read, "there is no complete array at this path.", call)
 
 
 def _held_by_jax(stored: Any, dtype: Any, call: str) -> Any:
@@ -367,7 +365,7 @@ def _held_by_jax(stored: Any, dtype: Any, call: str) -> Any:
     return wanted
 
 
-def _in_all(step: Callable[[], T], rule: str, call: str) -> T:
+def _in_all(step: Callable[[], Any], rule: str, call: str) -> Any:
     """Return what a step gives, if it succeeds in all processes; else all of them raise.
 
     Communication: in several processes an all-gather of 32 bytes.

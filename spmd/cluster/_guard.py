@@ -69,7 +69,7 @@ def _differences(leaves: Mapping[str, jax.Array]) -> list[str]:
     for leaf, (path, x) in enumerate(leaves.items()):
         copies: dict[str, dict[Any, int]] = collections.defaultdict(dict)
         for device, where in x.sharding.devices_indices_map(x.shape).items():
-            copies[path + block_text(where or (), x.shape)][device] = int(row_of[device.id][leaf])
+            copies[path + block_text(where, x.shape)][device] = int(row_of[device.id][leaf])
         found += [(block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
     hosts = everyone(socket.gethostname()) if found else []
     return [_odd(*one, hosts) for one in found]

@@ -120,6 +120,13 @@ def leave(end: str = "ended", why: str = "", seconds: float | None = None) -> No
             recorder.listener.join(seconds)
 
 
+def end_now(code: int) -> None:
+    """End this process with what it has printed, whatever its threads do."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
 def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
     """Watch this process from now on, beside the others; `host` is that of the coordinator."""
     client = coordination()
@@ -301,15 +308,13 @@ class Watch:
         print(f"rank {self.rank} of {self.count} on {socket.gethostname()}:", file=sys.stderr, flush=True)
         with contextlib.suppress(io.UnsupportedOperation, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
-        print(text, file=sys.stderr)
+        print(text, file=sys.stderr, flush=True)
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             self._go_last()
         code = HUNG if self.on_hang is None else self.on_hang(text)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
         if code is not None:
             recorder.code = code
-            os._exit(code)
+            end_now(code)
 
     def _go_last(self) -> None:
         """Let the others end before process 0, where JAX's service is: without it JAX aborts them."""

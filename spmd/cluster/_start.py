@@ -28,7 +28,7 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import disagreements, first_difference
 from spmd._processes.environment import REMADE, Task, tasks
 from spmd._processes.replicas import compare_replicas
-from spmd.cluster._recorder import GATHER, leave, recorder, watch
+from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
 from spmd.cluster._stacks import is_installed
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
@@ -50,11 +50,6 @@ class _Asked:
             for number in (signal.SIGTERM, signal.SIGUSR1):
                 if signal.getsignal(number) == signal.SIG_DFL:
                     signal.signal(number, self._note)
-
-    def joined(self) -> None:
-        """Pass on what was noted."""
-        if self.signal is not None:
-            os.kill(os.getpid(), signal.SIGTERM)
 
     def watch(self) -> None:
         """Take the signals that ask a program to stop, from now on."""
@@ -194,20 +189,19 @@ def initialize(
         if found is None:
             _choose_devices(cpu_devices)
             return
-        options = {
-            **({} if found.detected else _address(found)),
-            "heartbeat_timeout_seconds": max(int(patience or 0), 30),
-            **options,
-        }
+        where = {} if found.detected else _address(found)
+        options = {**where, "heartbeat_timeout_seconds": max(int(patience or 0), 30), **options}
         asked.watch_early()
         _join(found, options, cpu_devices)
-        asked.joined()
+        if asked.signal is not None:
+            os.kill(os.getpid(), signal.SIGTERM)
     if jax.process_count() > 1:
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
         compare_replicas(check)
         if patience is not None:
-            watch(patience, on_hang, _host(found))
+            host = _coordinator(found).rpartition(":")[0] or socket.getfqdn()  # nobody has to say it to process 0
+            watch(patience, on_hang, host)
 
 
 def same_program(lowered: Any) -> None:
@@ -245,12 +239,10 @@ def _given(address: str | None, count: int | None, rank: int | None) -> Task | N
     """Return what the arguments say."""
     if address is None and count is None and rank is None:
         return None
-    call = f"initialize({address!r}, {count!r}, {rank!r})"
-    if count is None or rank is None:
-        rule = "num_processes and process_id are given together."
+    if count is None or rank is None or not is_int(count, 1) or not is_int(rank, 0) or rank >= count:
+        rule = "process_id is one of 0, 1, ..., num_processes - 1, and both are given together."
+        call = f"initialize({address!r}, {count!r}, {rank!r})"
         raise MeshError(rule, call=call, advice='as in initialize("host:1234", num_processes=2, process_id=0)')
-    if not is_int(count, 1) or not is_int(rank, 0) or rank >= count:
-        raise MeshError("process_id is one of 0, 1, ..., num_processes - 1.", call=call)
     return Task("the arguments", int(rank), int(count), address)
 
 
@@ -263,19 +255,18 @@ def _agreed(given: Task | None, found: list[Task]) -> Task | None:
       MeshError: Two sources disagree.
     """
     given = None if REMADE in os.environ else given
-    several = [one for one in (given, *found) if one is not None and one.count != 1]
     if given is not None and given.count == 1:
         return None
+    several = [one for one in (given, *found) if one is not None and one.count != 1]
+    if not several:
+        return Task("JAX (TPU)", 0, None, detected=True) if _on_a_tpu() else None
+    first = several[0]
     for one in several[1:]:
-        first = several[0]
-        same = first.count == one.count or None in (first.count, one.count)
-        if not (same and first.rank == one.rank):
+        if first.rank != one.rank or (first.count != one.count and None not in (first.count, one.count)):
             rule = "two sources disagree on which process this is."
             advice = "leave the arguments out; or unset the variables of the one that is wrong"
             raise MeshError(rule, call="initialize(...)", got=[_says(first), _says(one)], advice=advice)
-    if several:
-        return several[0]
-    return Task("JAX (TPU)", 0, None, detected=True) if _on_a_tpu() else None
+    return first
 
 
 def _says(task: Task) -> str:
@@ -289,12 +280,13 @@ def _on_a_tpu() -> bool:
 
 
 def _address(task: Task) -> dict[str, Any]:
-    if task.coordinator is None and "JAX_COORDINATOR_ADDRESS" not in os.environ:
+    where = _coordinator(task)
+    if not where:
         rule = "nothing says where process 0 listens."
         advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
         raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
-    found = {"coordinator_address": task.coordinator, "num_processes": task.count, "process_id": task.rank}
-    host, _, port = (task.coordinator or os.environ["JAX_COORDINATOR_ADDRESS"]).rpartition(":")
+    found = {"coordinator_address": where, "num_processes": task.count, "process_id": task.rank}
+    host, _, port = where.rpartition(":")
     local = host in ("localhost", "127.0.0.1", "[::1]")
     if local and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
         found["coordinator_bind_address"] = f"{host}:{port}"  # else it listens on every address of this machine
@@ -305,10 +297,9 @@ def _address(task: Task) -> dict[str, Any]:
     return found
 
 
-def _host(task: Task) -> str:
-    """The host of process 0, as the others name it; in process 0, where nobody has said it, its own name."""
-    told = task.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
-    return told.rpartition(":")[0] or socket.getfqdn()
+def _coordinator(task: Task) -> str:
+    """`host:port` of process 0; empty where nobody has said it."""
+    return task.coordinator or os.environ.get("JAX_COORDINATOR_ADDRESS", "")
 
 
 def _in_use(port: int, local: bool) -> bool:
@@ -351,15 +342,13 @@ def _end_at_once(rank: int, count: int) -> None:
         before(kind, value, trace)
         text = value.fault.rule if isinstance(value, SpmdError) else str(value)
         first = next(iter(text.strip().splitlines()), "")
-        print(f"rank {rank} of {count} ends: {kind.__name__}: {first}", file=sys.stderr)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        print(f"rank {rank} of {count} ends: {kind.__name__}: {first}", file=sys.stderr, flush=True)
         if isinstance(value, jax.errors.JaxRuntimeError) or _GONE.search(first):
             time.sleep(_CONSEQUENCE)
             leave("failed", seconds=2 * GATHER)
         else:
             leave("ended", f"{kind.__name__}: {first}", 2.0)
-        os._exit(recorder.code or (130 if issubclass(kind, KeyboardInterrupt) else 1))
+        end_now(recorder.code or (130 if issubclass(kind, KeyboardInterrupt) else 1))
 
     sys.excepthook = hook
 
