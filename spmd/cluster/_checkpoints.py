@@ -81,7 +81,7 @@ class Lease:
     def take(self) -> str:
         """Hold it from now on. Where another program holds it, wait for its next word: the program, or nothing if there
         is none in `PATIENCE` seconds, for then it has ended."""
-        if self._ended is None:
+        if not self.held:
             while other := self.holder():
                 word, since = self._heard
                 if time.monotonic() - since > PATIENCE:
@@ -444,16 +444,22 @@ class Checkpoints:
         return refused
 
     def _admitted(self, size: int) -> tuple[str, str]:
-        """Return which other program saves into the folder, and why the disk would not take so many bytes."""
+        """Return which other program saves into the folder, and why the disk would not take so many bytes from this
+        process; one that is alone hears it from Orbax."""
         other = ""
         try:
             if jax.process_index() == 0:
                 first, other = not self._lease.held, self._lease.take()
                 if first and not other:
                     self._remove_parts()
+            if self._local and jax.process_count() > 1:
+                with tempfile.TemporaryFile(dir=self.path) as probe:
+                    probe.write(bytes(_PROBE))
+                if shutil.disk_usage(self.path).free < size:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            return "", f"{error}"
-        return other, self._refusal(size)
+            return other, f"{error}"
+        return other, ""
 
     def _remove_parts(self) -> None:
         """Remove what saves that failed have left, of this run or of one that was killed."""
@@ -496,17 +502,6 @@ class Checkpoints:
             stays = self._keep.should_preserve(infos, context=policies.PreservationContext())
             kept = [step for step, yes in zip(good, stays, strict=True) if yes]
         return [*everyone(kept)[0], good[-1]]
-
-    def _refusal(self, size: int) -> str:
-        """Return why the disk would not take so many bytes from this process; one that is alone hears it from Orbax."""
-        if not self._local or jax.process_count() == 1:
-            return ""
-        try:
-            with tempfile.TemporaryFile(dir=self.path) as probe:
-                probe.write(bytes(_PROBE))
-            return os.strerror(errno.ENOSPC) if shutil.disk_usage(self.path).free < size else ""
-        except OSError as error:
-            return f"{error}"
 
     def _failed(self, step: int | None, told: str, error: BaseException | None = None) -> None:
         """Report that the disk refused a save, and go on if there is one to go back to."""
@@ -595,9 +590,8 @@ def checksum(x: jax.Array) -> jax.Array:
     for dim, size in enumerate(words.shape):
         steps = jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1)
         # mixed once for each position along a dimension, which XLA would do again for each element
-        place += jax.lax.broadcast_in_dim(
-            jax.lax.optimization_barrier(_scrambled(_scrambled(steps))), words.shape, (dim,)
-        )
+        steps = jax.lax.optimization_barrier(_scrambled(_scrambled(steps)))
+        place += jax.lax.broadcast_in_dim(steps, words.shape, (dim,))
     return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
 
 

@@ -258,14 +258,7 @@ class Batches(Iterator[Any]):
     @property
     def state(self) -> dict[str, int]:
         """Return where the batches are: a few integers, the same in every process."""
-        order = self.order
-        return {
-            "next": self._next,
-            "batch": self.size,
-            "seed": order.seed,
-            "length": order.length,
-            "shuffle": int(order.shuffle),
-        }
+        return {"next": self._next, "batch": self.size, **vars(self.order)}
 
     @state.setter
     def state(self, state: Mapping[str, int]) -> None:

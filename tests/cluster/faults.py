@@ -273,8 +273,10 @@ def at_random(number: int, seed: int, steps: int) -> int:
     """That many random faults, up to eight of them in each run of two to eight processes; how many of them are not as
     they should be."""
     draw, bad, done = random.Random(seed), 0, 0
-    while done < number:
-        count, several = draw.choice([2, 2, 3, 4, 8]), min(IN_ONE_RUN, number - done, steps // 12)
+    for count in itertools.cycle([2, 4, 8, 3]):
+        if done == number:
+            break
+        several = min(IN_ONE_RUN, number - done, steps // 12)
         every = max(steps // 20, 2)
         # the first comes when there are two checkpoints, and between two of them are steps that make a loop
         gaps = sorted(draw.sample(range(every + 1, steps - 2 - 4 * several), several))
