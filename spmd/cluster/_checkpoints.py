@@ -390,8 +390,9 @@ class Checkpoints:
         # by name, the processes meet at JAX's coordinator; else on devices, of which each must have the same number
         processes = orbax.options.MultiprocessingOptions(active_processes=all_of_them)
         parts = orbax.CompositeOptions(multiprocessing_options=processes)
-        items = {_ABOUT: orbax.JsonCheckpointHandler(_BESIDE), _STATE: orbax.StandardCheckpointHandler()}
-        handler = orbax.CompositeCheckpointHandler(composite_options=parts, **items)
+        about = orbax.JsonCheckpointHandler(_BESIDE, multiprocessing_options=processes)
+        arrays = orbax.StandardCheckpointHandler(multiprocessing_options=processes)
+        handler = orbax.CompositeCheckpointHandler(composite_options=parts, **{_ABOUT: about, _STATE: arrays})
         how = orbax.AsyncOptions(timeout_secs=self._timeout)
         return orbax.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=processes)
 
