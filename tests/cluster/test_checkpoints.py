@@ -426,8 +426,8 @@ def summed(block, starts):
     if block.dtype.name in ("int4", "uint2", "float4_e2m1fn"):
         words = words & np.uint8(2 ** int(re.findall(r"\d", block.dtype.name)[0]) - 1)  # in the low bits of a byte
     place = np.zeros((), np.uint32)
-    for dim, (start, size) in enumerate(zip([*starts, 0, 0], words.shape, strict=False)):
-        at = np.arange(start, start + size, dtype=np.uint32)
+    for dim, (first, size) in enumerate(zip([*starts, 0, 0], words.shape, strict=False)):
+        at = np.arange(first, first + size, dtype=np.uint32)
         place = np.add.outer(place, mixed(mixed(at * np.uint32(0x9E3779B1) + np.uint32(dim + 1))))
     return int(mixed(np.atleast_1d(words.astype(np.uint32) ^ place)).sum(dtype=np.uint32))
 
