@@ -457,7 +457,7 @@ class Checkpoints:
                 with tempfile.TemporaryFile(dir=self.path) as probe:
                     probe.write(bytes(_PROBE))
                 if shutil.disk_usage(self.path).free < size:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    raise OSError(os.strerror(errno.ENOSPC))
         except OSError as error:
             return other, f"{error}"
         return other, ""
