@@ -215,7 +215,7 @@ def _seen(start: Start, after: Start, right: dict[int, str]) -> Seen:
         wrong = f"it took {start.seconds:.1f} s, not {limit}"
     elif not set(codes) <= set(fault.codes):
         wrong = f"exit codes {codes}"
-    elif not second or min(second) > max(first, default=0) + 1:
+    elif min(second, default=max(right) + 1) > max(first, default=0) + 1:
         wrong = f"it does not go on: {[one.err[-800:] for one in after.ended]}"
     elif any(said != right[step] for one in (first, second) for step, said in one.items()):
         wrong = "the losses or samples are not those of a run that nothing disturbed"
