@@ -146,6 +146,7 @@ def _lives(process: str) -> bool:
 
 T = TypeVar("T")
 
+_LATE = 0.6  # seconds in which a thread of a save that failed may make its folder anew
 _PROBE = 4096  # bytes that are written to see whether a disk takes any
 _ABOUT, _STATE = "about", "state"
 _BESIDE = "0.json"  # what is beside the arrays
@@ -282,8 +283,9 @@ class Checkpoints:
             "time": time.time(),
             "metrics": None if metrics is None else {name: float(x) for name, x in metrics.items()},
         }
-        items = {_ABOUT: self._orbax.args.JsonSave({"digest": _digest(about), "content": about})}
-        items |= {_STATE: self._orbax.args.StandardSave(full)} if full else {}
+        # the arrays first: the error of what is beside them would come while their threads still write
+        items = {_STATE: self._orbax.args.StandardSave(full)} if full else {}
+        items[_ABOUT] = self._orbax.args.JsonSave({"digest": _digest(about), "content": about})
         failure = None
         try:
             composite = self._orbax.args.Composite(**items)
@@ -392,7 +394,7 @@ class Checkpoints:
         parts = orbax.CompositeOptions(multiprocessing_options=processes)
         about = orbax.JsonCheckpointHandler(_BESIDE, multiprocessing_options=processes)
         arrays = orbax.StandardCheckpointHandler(multiprocessing_options=processes)
-        handler = orbax.CompositeCheckpointHandler(composite_options=parts, **{_ABOUT: about, _STATE: arrays})
+        handler = orbax.CompositeCheckpointHandler(composite_options=parts, **{_STATE: arrays, _ABOUT: about})
         how = orbax.AsyncOptions(timeout_secs=self._timeout)
         return orbax.AsyncCheckpointer(handler, async_options=how, multiprocessing_options=processes)
 
@@ -465,8 +467,11 @@ class Checkpoints:
     def _remove_parts(self) -> None:
         """Remove what saves that failed have left, of this run or of one that was killed."""
         steps = self.path / "steps"  # which is no folder of a bucket before something is in it
-        if jax.process_index() == 0 and steps.exists():
-            self._remove([one for one in steps.iterdir() if self._orbax.utils.is_tmp_checkpoint(one)])
+        parts = lambda: [one for one in steps.iterdir() if self._orbax.utils.is_tmp_checkpoint(one)]
+        if jax.process_index() == 0 and steps.exists() and parts():
+            self._remove(parts())
+            time.sleep(_LATE)
+            self._remove(parts())
 
     def _remove(self, folders: Sequence[Any]) -> None:
         for folder in folders:
