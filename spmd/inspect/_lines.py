@@ -124,7 +124,9 @@ class Scope:
         users = self.users.get(var)
         if users is None:  # it is given away, or nobody wants it
             return var in self.results or all(id(atom) != var for atom in self.jaxpr.outvars)
-        return var in self.results or any(not self.steps[n].backward for n in users)
+        return var in self.results or any(
+            not (one.backward or self.keeps(one)) for one in map(self.steps.__getitem__, users)
+        )
 
     def needs(self, var: int, inside: set[int], backward: bool) -> bool:
         """Return whether something besides the steps `inside` uses a value: with `backward`, in a backward pass too."""
@@ -134,9 +136,16 @@ class Scope:
             if step.backward:
                 if backward:
                     return True
-            elif step.frames or any(self.needs(id(out), inside, backward) for out in step.eqn.outvars):
+            elif (step.frames and not self.keeps(step)) or any(
+                self.needs(id(out), inside, backward) for out in step.eqn.outvars
+            ):
                 return True
         return False
+
+    def keeps(self, step: Step) -> bool:
+        """Return whether JAX wrote a step to keep its results for a backward pass."""
+        given = {id(atom) for atom in self.jaxpr.outvars} - self.results
+        return all(id(out) in given for out in step.eqn.outvars)
 
 
 class Occurrence(NamedTuple):
