@@ -34,7 +34,7 @@ BUDGET = {
     "_text": 190,
     "_trees": 440,
     "checker": 5290,
-    "cluster": 1910,
+    "cluster": 1915,
     "comm": 2340,
     "drawing": 300,
     "haliax": 340,

@@ -25,6 +25,7 @@ COORDINATOR_PORT = 8476  # of the coordinator, where hosts have to agree on one;
 # A line for each connection that JAX's collectives on CPU make; two threads may write theirs into each other, and into
 # a line of the program that is not ended yet.
 _CHATTER = re.compile(r"\[Gloo\] Rank |peer ranks\. Expected number of connected")
+_CHATTER_ENDS = re.compile(r".*Expected number of connected peer ranks is : \d+")
 _LAST = 40  # lines of a failed process that are printed again at the end
 
 
@@ -192,13 +193,18 @@ def _read(process: Process, source: IO[str], sink: IO[str], screen: _Screen) -> 
 
 
 def _without_chatter(source: Iterable[str]) -> Iterator[str]:
-    """The program's own lines. Of a line that chatter cuts in two, the first part is put before the second."""
+    """The program's own lines. Of a line that chatter cuts in two, the first part is put before the second; a line may
+    also follow chatter whose own line is not ended yet."""
     begun, chatter = "", False
     for line in source:
         before, found = chatter, _CHATTER.search(line)
         chatter = found is not None
         if found:
             begun += line[: found.start()] if found[0].startswith("[") else ""
+            end = _CHATTER_ENDS.match(line)
+            if end and (rest := line[end.end() :].rstrip("\n")):
+                yield begun + rest
+                begun = ""
         elif begun or not (before and line == "\n"):
             yield begun + line.rstrip("\n")
             begun = ""

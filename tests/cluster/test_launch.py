@@ -173,6 +173,9 @@ def test_what_gloo_writes_into_a_line_of_the_program_loses_none_of_it(tmp_path, 
     lines = f"for text in (b'lo', {gloo!r}, {gloo!r}, b'ss 1', {gloo!r}, b'\\n', b'\\n', {gloo!r}, b'end', {gloo!r}): "
     assert run(program(tmp_path, f"{lines}os.write(1, text)"), count=1) == 0
     assert capfd.readouterr().out.splitlines() == ["[0] loss 1", "[0] ", "[0] end"]
+    lines = f"for text in ({gloo[:-1]!r}, b'ok\\n', b'\\n', b'be', {gloo[:-1]!r}, b'tween\\n', b'\\n', b'end\\n'): "
+    assert run(program(tmp_path, f"{lines}os.write(1, text)"), count=1) == 0
+    assert capfd.readouterr().out.splitlines() == ["[0] ok", "[0] between", "[0] end"]
 
 
 def test_a_line_is_written_in_one_piece(tmp_path, capfd):
