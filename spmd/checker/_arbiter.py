@@ -131,7 +131,7 @@ def tried(
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference), Trial(sizes)
     for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
-            return replace(program.tried(grad), quieted=functools.partial(program.tried, grad, quiet=True))
+            return replace(program.tried(grad), quieted=functools.partial(program.quieted, grad))
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
@@ -220,6 +220,13 @@ class _Program:
                 return trial
             meant = replace(trial, meant=True)
         return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
+
+    def quieted(self, grad: bool) -> Trial:
+        """Return the trial without random numbers. A loop that draws until a number is right may not end then."""
+        try:
+            return self.tried(grad, quiet=True)
+        except NotSimulated as error:
+            return Trial(self.sizes, why=f"{error}")
 
     def _faults(self) -> tuple[Fault, ...]:
         """Return what goes wrong on the mesh itself, forward."""

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd._jaxprs.walker import Domain, Held, equations, opened, shape_of, walk
-from spmd._trees.leaves import is_key_type
 from spmd.checker._engine import Engine
+from spmd.checker._primitives import draws
 from spmd.checker._state import FREE, HIDDEN, STEP, State, axes_of_dim
 from spmd.checker._table import TABLE
 
@@ -52,12 +52,10 @@ class _Noise(Domain):
 
     def call(self, eqn: Any, part: Held, operands: Sequence[bool]) -> Sequence[bool]:
         """A jaxpr may be shared by several calls, so only those that draw are entered."""
-        return (
-            super().call(eqn, part, operands) if any(map(_draws, equations(part.jaxpr))) else self.step(eqn, operands)
-        )
+        return super().call(eqn, part, operands) if any(map(draws, equations(part.jaxpr))) else self.step(eqn, operands)
 
     def step(self, eqn: Any, operands: Sequence[bool]) -> list[bool]:
-        if _draws(eqn):
+        if draws(eqn) and shape_of(eqn.outvars[0]):  # one number is not one for each element
             drawn = bool(self._state(eqn.outvars[0]).axes)
             self.drawn |= drawn
             return [drawn] * len(eqn.outvars)
@@ -70,12 +68,6 @@ class _Noise(Domain):
     def _state(self, atom: Any) -> State:
         known = None if hasattr(atom, "val") else self.checked.known.get(atom)
         return known if isinstance(known, State) else State()
-
-
-def _draws(eqn: Any) -> bool:
-    """Return whether an equation makes numbers of keys."""
-    keys = [any(is_key_type(getattr(v.aval, "dtype", None)) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
-    return keys == [True, False] and eqn.primitive.name != "random_unwrap" and bool(shape_of(eqn.outvars[0]))
 
 
 def _fits(eqn: Any, states: Sequence[State], noisy: Sequence[bool]) -> bool:

@@ -35,6 +35,12 @@ def wide_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype)
 
 
+def draws(eqn: Any) -> bool:
+    """Return whether an equation makes numbers of keys."""
+    keys = [any(is_key_type(getattr(v.aval, "dtype", None)) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
+    return keys == [True, False] and eqn.primitive.name != "random_unwrap"
+
+
 def compute(eqn: Any, lead: int, operands: Sequence[Array], generators: dict[Any, Any]) -> list[Array]:
     """The results of an equation.
 

@@ -19,11 +19,12 @@ import numpy as np
 from spmd import _compat
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, shape_of, walk
 from spmd._trees.leaves import is_key_type
-from spmd.checker._primitives import Array, NotSimulated, compute, generator, wide_dtype
+from spmd.checker._primitives import Array, NotSimulated, compute, draws, generator, wide_dtype
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
 _ROUNDS = 10_000  # of a loop that nobody knows to end
+_QUIET_ROUNDS = 200  # of one that may wait for a random number which never comes
 
 
 class Fault(NamedTuple):
@@ -151,8 +152,7 @@ class Simulator(Domain):
         ]
         if len(given) < len(operands) or any(not hasattr(v.aval, "dtype") for v in eqn.outvars):
             raise NotSimulated(f"{eqn.primitive.name} works on a reference")
-        keys = [any(is_key_type(v.aval.dtype) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
-        if self.noise is not None and keys == [True, False]:
+        if self.noise is not None and draws(eqn):
             return [_alike(self, eqn, operands[0], self.noise)]
         return compute(eqn, self.lead, given, self.generators)
 
@@ -286,7 +286,7 @@ class Simulator(Domain):
         count = len(body.stacked)
         given, asked = body.of(operands), test.of(operands)
         constants, carry = given[: len(given) - count], given[len(given) - count :]
-        for _ in range(_ROUNDS):
+        for _ in range(_ROUNDS if self.noise is None else _QUIET_ROUNDS):
             [goes_on] = self.run(eqn, test, [*asked[: len(asked) - count], *carry])
             if not goes_on.any():
                 return carry
@@ -308,9 +308,10 @@ class Simulator(Domain):
         return outs
 
     def _where(self, chosen: Array, new: Array, old: Array) -> Array:
-        rank = new.ndim - chosen.ndim
+        if chosen.all():
+            return new
         self.read([new, old])
-        return np.where(chosen.reshape(chosen.shape + (1,) * rank), new, old) if not chosen.all() else new
+        return np.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - chosen.ndim)), new, old)
 
     def _check_together(self, eqn: Any, decision: Array) -> None:
         """Devices that decide differently must not meet a collective that waits for all of them."""

@@ -291,6 +291,17 @@ def test_any_noise_of_each_device_is_told_from_a_mistake(noise):
     assert [one.kind for one in spmd.check(wrong, rows)] == ["numbers"]
 
 
+def test_a_draw_that_waits_for_a_number_is_not_tested():
+    """Poisson's loop draws until a number is accepted, and one number for all may never be."""
+
+    def body(x):
+        draw = lambda words, x: jax.random.poisson(jax.random.wrap_key_data(words[0]), 30.0, x.shape).astype(x.dtype)
+        return x * spmd.opaque(draw, "n/dp w, b/dp d -> b/dp d")(jax.random.key_data(OWN())[None], x)
+
+    told = spmd.check(kernel("b/dp d -> b/dp d", body), jax.ShapeDtypeStruct((8, 3), "float32"))
+    assert not told and "its random numbers depend on the mesh" in str(told.verdict)
+
+
 def test_types_that_are_hidden_are_not_a_mistake():
     """What a derivative keeps of opaque code differs, and JAX is not told."""
     rows = jax.ShapeDtypeStruct((8,), "float32")
