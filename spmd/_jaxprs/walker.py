@@ -219,12 +219,12 @@ def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
     for i, var in enumerate(body.constvars):
         known[var] = domain.constant(var, consts[i] if consts else None)
     for eqn in body.eqns:
-        operands = [literal(atom.val) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
+        operands = [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
         rule = rules.get(eqn.primitive.name)
         outs = domain.equation(eqn, operands) if rule is None else rule(domain, eqn, operands)
         for var, out in zip(eqn.outvars, outs, strict=True):
             known[var] = out
-    return [literal(atom.val) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
+    return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
 
 
 def equations(jaxpr: Any, *, derivatives: bool = True) -> Iterator[Any]:
@@ -306,9 +306,9 @@ class Domain:
         """A constant of a jaxpr; its value is None where the jaxpr does not hold it."""
         raise NotImplementedError
 
-    def literal(self, value: Any) -> Any:
-        """A number that stands in an equation."""
-        return self.constant(None, value)
+    def literal(self, atom: Any) -> Any:
+        """A number that stands in an equation: a `Literal`."""
+        return self.constant(None, atom.val)
 
     def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation that holds no jaxpr, or one that is part of its own work."""

@@ -122,7 +122,7 @@ def _tried(
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
         given = smaller(traced.jaxpr, arrays, sizes, fewer, allowed)
-        found = tried(run, given, mesh, fewer, gradients=gradients, reference=reference)
+        found = tried(run, given, mesh, fewer, gradients=gradients, reference=reference, written=sizes)
     return found
 
 

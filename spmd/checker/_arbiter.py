@@ -32,8 +32,9 @@ from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype
 from spmd.checker._draws import drawn
 from spmd.checker._numbers import Difference, compared, pulled
-from spmd.checker._primitives import Array, NotSimulated
-from spmd.checker._simulator import Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
+from spmd.checker._primitives import Array, NotSimulated, Outside
+from spmd.checker._readings import Reading, ReadShift, read_as, readings
+from spmd.checker._simulator import FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, mode
 
@@ -66,6 +67,7 @@ class Trial:
       along: How it differs on other meshes: `along(sizes)`, where something differs.
       quiet: Whether one number stood in for all random ones.
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
+      readings: What had to be read as sizes of axes, so that it agrees.
     """
 
     sizes: Mapping[str, int]
@@ -79,6 +81,7 @@ class Trial:
     along: Callable[[Mapping[str, int]], Sequence[Difference] | None] = field(default=lambda _: None, compare=False)
     quiet: bool = False
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
+    readings: tuple[Reading | ReadShift, ...] = ()
 
     @property
     def wrong(self) -> bool:
@@ -90,13 +93,12 @@ class Trial:
 
     def by_axis(self) -> dict[str, Sequence[Difference]]:
         """Return how it differs where one axis alone has several devices, if there are several axes and it is known."""
-        wide = [axis for axis, n in self.sizes.items() if n > 1]
-        found = {axis: self.along({a: n if a == axis else 1 for a, n in self.sizes.items()}) for axis in wide}
-        return {axis: one for axis, one in found.items() if one is not None} if len(wide) > 1 else {}
+        found = {axis: self.along(sizes) for axis, sizes in _alone(self.sizes).items()}
+        return {axis: one for axis, one in found.items() if one is not None}
 
 
-_Run = Callable[[Any], tuple[list[Array], list[Fault]]]
-"""From a jaxpr to its results, and what went wrong on the way."""
+_Run = Callable[..., tuple[list[Array], list[Fault]]]
+"""From a jaxpr to its results, and what went wrong on the way; with numbers that are read as sizes of its mesh."""
 
 
 class _Failed(Exception):
@@ -112,6 +114,7 @@ def tried(
     gradients: bool = True,
     traced: Traced | None = None,
     reference: Callable[..., Any] | None = None,
+    written: Mapping[str, int] | None = None,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -123,12 +126,13 @@ def tried(
       gradients: Whether gradients are compared, where there are any; not those of a program that takes some itself.
       traced: The program as it was traced on its mesh, if it was.
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
+      written: The sizes for which the program may have numbers of its own, if those are others.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return Trial(sizes, why=TOO_LARGE)
-    program, found = _Program(fn, arrays, mesh, sizes, traced, reference), Trial(sizes)
+    program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes), Trial(sizes)
     for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
             return replace(program.tried(grad), quieted=functools.partial(program.quieted, grad))
@@ -177,37 +181,48 @@ class _Program:
         sizes: Mapping[str, int],
         traced: Traced | None,
         reference: Callable[..., Any] | None,
+        written: Mapping[str, int],
     ) -> None:
-        self.reference = reference
+        self.reference, self.written = reference, written
+        self.shifts: list[str] = []
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
-            self.draws = [_filled(arrays, seed) for seed in range(len(_SCALES))]
+            bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
+            self.draws: list[list[Any]] = [
+                [_filled(arrays, seed, one) for one in (*bold, False)] for seed in range(len(_SCALES))
+            ]
             self.given = _given(arrays)
-        self.structs = _structs_of(self.draws[0])
+        self.structs = _structs_of(self.draws[0][-1])
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
         self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
     def tried(self, grad: bool, quiet: bool = False) -> Trial:
         self.grad, sizes = grad, self.sizes
+        self.shifts.clear()
         ours, form = self._traced(sizes)
         try:
-            base, unknown = self._base(form)
+            base, other, unknown = self._base(form)
         except NotSimulated:
             if faults := self._faults():  # which nothing is needed to compare with
                 return Trial(sizes, faults=faults, line=line_of_body(first_body(ours)))
             raise
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
-        for draw, number in zip((*self.draws, *([self.given] if self.given else [])), _NOISE, strict=False):
-            run = self._run(draw, self.grad, number if quiet else None)
+        read: tuple[Any, ...] = ()
+        turns = [*self.draws, self.given] if self.given else self.draws
+        for draws, number in zip(turns, _NOISE, strict=False):
+            for draw in draws:  # with integers that are large, and with small ones where these leave an array
+                run = self._run(draw, self.grad, number if quiet else None)
+                with contextlib.suppress(Outside):
+                    wanted = run(base, read, other, inside=draw is not draws[-1])[0]
+                    break
             try:
-                found, faults = run(ours)
+                found, faults = run(ours, read, sizes)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
-            wanted = run(base)[0]
             differences = self._differences(form, found, wanted)
-            if draw is self.given:  # where numbers are equal or zero, the gradient may be any of several
+            if draws is self.given:  # where numbers are equal or zero, the gradient may be any of several
                 differences = [one for one in differences if one.path[0].key == "result"]
             if not (differences or faults):
                 continue
@@ -216,10 +231,17 @@ class _Program:
             line = line_of_body(first_body(ours))
             trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line, quiet=quiet)
             trial = replace(trial, along=functools.partial(self._along, form, wanted, run))
-            if faults or self.reference or not self._same_on_whole_arrays(form, found, run):
+            if faults or self.reference:
                 return trial
-            meant = replace(trial, meant=True)
-        return meant or Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
+            if self._same_on_whole_arrays(form, found, run):
+                meant = replace(trial, meant=True)
+            elif read or not other or not (read := self._read(ours, base, other, form, run)):
+                if self.shifts:
+                    raise NoSuchDevice(FOR_ONE_NUMBER)
+                return trial
+        read = (*read, *map(ReadShift, dict.fromkeys(self.shifts)))
+        same = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet, readings=read)
+        return meant or same
 
     def quieted(self, grad: bool) -> Trial:
         """Return the trial without random numbers. A loop that draws until a number is right may not end then."""
@@ -232,27 +254,46 @@ class _Program:
         """Return what goes wrong on the mesh itself, forward."""
         forward = self.forward[*self.sizes.items(), "explicit"]
         try:
-            return tuple(self._run(self.draws[0], grad=False)(forward.jaxpr)[1])
+            return tuple(self._run(self.draws[0][-1], grad=False)(forward.jaxpr)[1])
         except Parted as error:
             return (error.fault,)
 
+    def _read(self, ours: Any, base: Any, other: Mapping[str, int], form: _Form, run: _Run) -> tuple[Reading, ...]:
+        """Return which numbers to read as sizes of axes, so that the program agrees on all meshes; none where no such
+        reading is known."""
+        for several in readings(ours, base, self.written):
+            wanted = run(base, several, other)[0]
+            along = functools.partial(self._along, form, wanted, run, read=several, base=base)
+            if not (along(self.sizes) or any(map(along, _alone(self.sizes).values()))):
+                return several
+        return ()
+
     def _along(
-        self, form: _Form, wanted: Sequence[Array], run: _Run, sizes: Mapping[str, int]
+        self,
+        form: _Form,
+        wanted: Sequence[Array],
+        run: _Run,
+        sizes: Mapping[str, int],
+        read: Sequence[Reading] = (),
+        base: Any = None,
     ) -> list[Difference] | None:
         """Return how the program differs on another mesh; None where that cannot be told."""
         try:
             jaxpr, other = self._traced(sizes)
-            found, _ = run(jaxpr)
+            read = () if sizes == self.written else read
+            if read and len(read_as(read, sizes, jaxpr)) != len(read_as(read, sizes, base)):
+                return None  # a number that is made of the sizes of arrays is the same there
+            found, _ = run(jaxpr, read, sizes)
         except (_Failed, NotSimulated):
             return None
         return self._differences(form, found, wanted) if other == form else None
 
-    def _base(self, form: _Form) -> tuple[Any, str]:
-        """The program where nothing is divided, or as little as it allows; then equal numbers prove nothing, and the
-        second result says why."""
+    def _base(self, form: _Form) -> tuple[Any, Mapping[str, int], str]:
+        """The program where nothing is divided, and the sizes of its mesh; or as little as it allows: then equal
+        numbers prove nothing, and the third result says why."""
         sizes = self.sizes
         if self.reference is not None:
-            return self._meant(self.reference, form), ""
+            return self._meant(self.reference, form), {}, ""
         first: _Failed | None = None
         for one in (dict.fromkeys(sizes, 1), None, *({**sizes, axis: 1} for axis, n in sizes.items() if n > 1)):
             try:
@@ -263,7 +304,7 @@ class _Program:
                     if other != form:
                         raise _Failed(f"a result has another shape on {_shown(one)}")
                 if jaxpr:
-                    return jaxpr, f"{first}" if one and max(one.values()) > 1 else ""
+                    return jaxpr, one or {}, f"{first}" if one and max(one.values()) > 1 else ""
             except _Failed as error:
                 first = first or error
         raise _FailsWhole(f"{first}")
@@ -280,7 +321,9 @@ class _Program:
         _, given = pulled(lambda: None, draw, grad=grad)
         with jax.ensure_compile_time_eval():
             numbers = [held_number(x) for x in jax.tree.leaves(given)]
-        return lambda jaxpr: simulate(jaxpr, numbers, _MOST, noise)
+        return lambda jaxpr, read=(), sizes=(), inside=False: simulate(
+            jaxpr, numbers, _MOST, noise, read_as(read, sizes, jaxpr), inside, self.shifts
+        )
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """Results and gradients on a mesh of these sizes, and their form."""
@@ -339,6 +382,12 @@ def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., A
                 raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}: {first_line(error)}") from error
 
 
+def _alone(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """For each axis the mesh on which it alone has several devices; none for a mesh that has one such axis."""
+    wide = [axis for axis, n in sizes.items() if n > 1]
+    return {axis: {**dict.fromkeys(sizes, 1), axis: sizes[axis]} for axis in wide if len(wide) > 1}
+
+
 class _Form(NamedTuple):
     """The structure of a program's results, and their shapes."""
 
@@ -389,7 +438,7 @@ def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
             raise NotSimulated("a jax.shard_map has a mesh of its own: reference= or build= tells what it means")
 
 
-def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:
+def _filled(arrays: Sequence[Any], seed: int, bold: bool) -> list[Any]:
     """Arguments for a trial. Numbers that are given keep their sign and their zeros; others are drawn."""
     first, last = _SCALES[seed]
     draws = np.random.default_rng((seed, 7))
@@ -409,14 +458,14 @@ def _filled(arrays: Sequence[Any], seed: int) -> list[Any]:
             return x
         return (np.asarray(x) * np.geomspace(first, last, max(np.size(x), 1)).reshape(np.shape(x))).astype(x.dtype)
 
-    return [scaled(x) for x in drawn([one(x) for x in arrays], seed)]
+    return [scaled(x) for x in drawn([one(x) for x in arrays], seed, bold=bold and seed > 0)]
 
 
-def _given(arrays: Sequence[Any]) -> list[Any] | None:
+def _given(arrays: Sequence[Any]) -> list[list[Any]] | None:
     """The arguments themselves, if all have numbers: these may be equal where random ones are not."""
     if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
         return None
-    return list(arrays) if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays) else None
+    return [list(arrays)] if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays) else None
 
 
 def first_body(jaxpr: Any) -> Any:

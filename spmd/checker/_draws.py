@@ -11,16 +11,18 @@ import numpy as np
 from spmd._trees.leaves import is_array, is_key
 
 
-def drawn(tree: Any, seed: int) -> Any:
+def drawn(tree: Any, seed: int, *, bold: bool = False) -> Any:
     """The same tree with random values for each `jax.ShapeDtypeStruct`.
 
     Floating-point and complex numbers are normal. Integers may be indices, of tokens or rows, so they are at least 0
-    and below the smallest dimension of a floating-point array.
+    and below the smallest dimension of a floating-point array. With `bold` they are below the largest one for seed 1,
+    the second largest for seed 2, and so on: an index of another dimension may then leave its array.
     """
     draws = np.random.default_rng((seed, 1))  # not those of the cotangents
     arrays = [x for x in jax.tree.leaves(tree) if is_array(x) and not is_key(x)]
     rows = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact)] or arrays
-    below = min((n for x in rows for n in x.shape if n > 1), default=2)
+    sizes = sorted({n for x in rows for n in x.shape if n > 1}) or [2]
+    below = sizes[max(len(sizes) - seed, 0) if bold else 0]
     return jax.tree.map(lambda x: _drawn(x, below, draws) if isinstance(x, jax.ShapeDtypeStruct) else x, tree)
 
 

@@ -205,7 +205,8 @@ class Engine(Domain):
         different = frozenset(self.tracked(_compat.varying_axes(value))) - partial
         return self.kept(State(tuple(hidden(n) for n in value.shape), partial, different))
 
-    def literal(self, value: Any) -> State:
+    def literal(self, atom: Any) -> State:
+        value = atom.val
         if not hasattr(value, "dtype") or np.ndim(value):
             return self.kept(constant_state(value))
         key = value.dtype, np.asarray(value).item()  # a program has few of them, many times

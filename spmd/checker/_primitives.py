@@ -7,6 +7,7 @@ primitive is asked of JAX, mapped over the devices.
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -24,6 +25,18 @@ Array = np.ndarray
 
 class NotSimulated(Exception):
     """The program has something that cannot be interpreted; the message says what."""
+
+
+class Outside(NotSimulated):
+    """An index leaves its array."""
+
+
+stay_inside = contextvars.ContextVar("stay_inside", default=False)  # whether an index that leaves its array is an error
+
+
+def _check_inside(fits: Array) -> None:
+    if stay_inside.get() and not fits.all():
+        raise Outside("an index leaves its array")
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -284,6 +297,8 @@ def _padded(eqn: Any, lead: int, x: Array, value: Array) -> Array:
 def _starts(lead: int, indices: Sequence[Array], room: Sequence[int]) -> tuple[tuple[int, ...], list[Array]]:
     """The devices that have their own, and where a window starts on each: within the array, as JAX moves it."""
     front = np.broadcast_shapes(*(i.shape[:lead] for i in indices)) if indices else (1,) * lead
+    for i, n in zip(indices, room, strict=True):
+        _check_inside((i >= 0) & (i <= n))
     return front, [np.broadcast_to(np.clip(i, 0, n), front) for i, n in zip(indices, room, strict=True)]
 
 
@@ -394,6 +409,7 @@ def _places(
         if d in starts:
             begin = indices[..., list(starts).index(d)].astype(np.int64)
             fits = (begin >= 0) & (begin <= n - m)
+            _check_inside(fits)
             if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
                 inside = inside & beside(fits)
             begin = np.clip(begin, 0, n - m)

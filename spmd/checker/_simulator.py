@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
+from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, shape_of, walk
 from spmd._trees.leaves import is_key_type
-from spmd.checker._primitives import Array, NotSimulated, compute, draws, generator, wide_dtype
+from spmd.checker._primitives import Array, NotSimulated, compute, draws, generator, stay_inside, wide_dtype
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
@@ -49,6 +50,9 @@ class TooLarge(NotSimulated):
     """There are more numbers to compute than the caller allows."""
 
 
+FOR_ONE_NUMBER = "a permutation is written for one number of devices, and lax.axis_size does not count them"
+
+
 class NoSuchDevice(NotSimulated):
     """A permutation names a device that the axis does not have: its numbers are those of another mesh."""
 
@@ -62,7 +66,13 @@ class Parted(NotSimulated):
 
 
 def simulate(
-    jaxpr: Any, args: Sequence[Array], most: int, noise: float | None = None
+    jaxpr: Any,
+    args: Sequence[Array],
+    most: int,
+    noise: float | None = None,
+    numbers: Mapping[int, float] | None = None,
+    inside: bool = False,
+    shifts: list[str] | None = None,
 ) -> tuple[list[Array], list[Fault]]:
     """The results of a whole program, and what went wrong on the way.
 
@@ -71,15 +81,24 @@ def simulate(
       args: Its inputs, held as `wide_dtype` says, keys as their words.
       most: How many numbers may be computed.
       noise: A number between 0 and 1 that stands in for each random one, so that none depends on the mesh.
+      numbers: What stands in for numbers of the program, by the `id` of each `Literal`.
+      inside: Whether an index that leaves its array is an error.
+      shifts: Gets the line of each permutation for another number of devices, which is taken as the shift that it is
+        there. None: it is an error.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
+      Outside: If an index leaves its array.
       Parted: If devices part before a collective.
     """
     machine = Simulator(most)
-    machine.noise = noise
-    with _arithmetic():
-        outs = walk(jaxpr, [np.asarray(x) for x in args], machine)
+    machine.noise, machine.numbers, machine.shifts = noise, numbers or {}, shifts
+    before = stay_inside.set(inside)
+    try:
+        with _arithmetic():
+            outs = walk(jaxpr, [np.asarray(x) for x in args], machine)
+    finally:
+        stay_inside.reset(before)
     machine.read(outs)
     return outs, machine.faults
 
@@ -116,6 +135,8 @@ class Simulator(Domain):
       noise: What stands in for each random number, if something does.
       apart: Copies that are not equal, which have left a body: what each device holds, the spec, and the fault that it
         is to read them as one array. Another body may take them as they are: JAX hands on what a derivative keeps so.
+      numbers: What stands in for numbers of the program.
+      shifts: The lines of permutations that were taken as shifts; None if they may not be.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -127,6 +148,8 @@ class Simulator(Domain):
         self.generators: dict[Any, Any] = {}
         self.noise: float | None = None
         self.apart: dict[int, tuple[Array, Array, Any, Fault]] = {}
+        self.numbers: Mapping[int, float] = {}
+        self.shifts: list[str] | None = None
         self._left = most
 
     @property
@@ -138,6 +161,10 @@ class Simulator(Domain):
             raise NotSimulated("it has a constant that nobody knows")
         found = held_number(value)
         return found.reshape((1,) * self.lead + found.shape)
+
+    def literal(self, atom: Any) -> Array:
+        found = self.constant(None, atom.val)
+        return np.full_like(found, self.numbers[id(atom)]) if id(atom) in self.numbers else found
 
     def step(self, eqn: Any, operands: Sequence[Array]) -> list[Array]:
         if not eqn.outvars:
@@ -423,16 +450,29 @@ def _permutes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[A
     order = [a for a in machine.sizes if a in names]  # JAX numbers devices in the order of the mesh
     at, outs = [machine.place(a) for a in order], []
     count = math.prod(machine.sizes[a] for a in order)
-    if any(max(pair) >= count for pair in eqn.params["perm"]):
-        raise NoSuchDevice("a permutation is written for one number of devices, and lax.axis_size does not count them")
+    pairs = eqn.params["perm"]
+    if any(max(pair) >= count for pair in pairs):
+        if (pairs := _shift_of(pairs, count)) is None or machine.shifts is None:
+            raise NoSuchDevice(FOR_ONE_NUMBER)
+        machine.shifts.append(line_of(eqn, machine.callers))
     for x in operands:
         front = np.moveaxis(machine.full(x, order), at, range(len(at)))
         flat = front.reshape((count, *front.shape[len(at) :]))
         out = np.zeros_like(flat)
-        for source, target in eqn.params["perm"]:
+        for source, target in pairs:
             out[target] = flat[source]
         outs.append(np.moveaxis(out.reshape(front.shape), range(len(at)), at))
     return outs
+
+
+def _shift_of(pairs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, int]] | None:
+    """The pairs of the same shift on another number of devices: round the ring, or with an end; None for no shift."""
+    written = max(map(max, pairs)) + 1
+    [by, *others] = sorted({target - source for source, target in pairs}, key=lambda by: (abs(by), -by))
+    ring = len(pairs) == written and all(target == (source + by) % written for source, target in pairs)
+    if not ring and (others or len(pairs) < written - abs(by)):
+        return None
+    return [(one, (one + by) % count) for one in range(count) if ring or 0 <= one + by < count]
 
 
 def _indexes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:

@@ -74,8 +74,10 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
         return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
+    read = [f"Here {' and '.join(map(str, trial.readings))}, which jax.lax.axis_size gives on any mesh"]
     lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
-    return Verdict("tested" if unknown or trial.quiet else "proved", [_compared(trial), *lost])
+    sure = not (unknown or trial.quiet or trial.readings)
+    return Verdict("proved" if sure else "tested", [_compared(trial), *read[: len(trial.readings)], *lost])
 
 
 def _first(lines: Sequence[str]) -> str:

@@ -152,8 +152,8 @@ class Walk(Domain):
         [one] = self._stand([var])
         return replace(one, table=_integers_of(self._constants.get(var, value)))
 
-    def literal(self, value: Any) -> Value:
-        return Value(ANYWHERE, table=_integers_of(value))
+    def literal(self, atom: Any) -> Value:
+        return Value(ANYWHERE, table=_integers_of(atom.val))
 
     def join(self, one: Value, other: Value) -> Value:
         alike = (one.label, one.sliced) == (other.label, other.sliced)

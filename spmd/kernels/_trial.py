@@ -62,7 +62,7 @@ def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
 
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
     for arrays in _candidates(plan, leaves, mesh):
-        found = tried(run, arrays, mesh, dict(mesh.shape))
+        found = tried(run, arrays, mesh, dict(mesh.shape), written=dict(plan.mesh.shape))
         if not found.why:
             break
     return found

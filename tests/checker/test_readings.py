@@ -1,0 +1,183 @@
+"""Numbers of a program that are sizes of its mesh: they are read so, where the program then agrees on all meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spmd
+
+FOUR = spmd.make_mesh(dp=4)
+BOTH = spmd.make_mesh(dp=2, tp=4)
+N = FOUR.shape["dp"]
+
+
+def struct(*shape: int, dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def verdict(pattern: str, body: Any, *args: Any, mesh: Any = FOUR) -> Any:
+    """Of a kernel that has passed its first call."""
+    kernel = spmd.kernel(pattern, mesh=mesh)(body)
+    kernel.trace(*args)
+    return spmd.check(kernel, *args).verdict
+
+
+def shifted(last: int) -> Any:
+    """The next row minus each row, and zero behind the last one."""
+
+    def body(x):
+        ends = lax.all_gather(x[:1], "dp", tiled=True)
+        after = lax.dynamic_slice_in_dim(ends, (lax.axis_index("dp") + 1) % N, 1, 0)
+        return jnp.concatenate([x[1:], jnp.where(lax.axis_index("dp") == last, 0.0, after)], 0) - x
+
+    return body
+
+
+def cross_entropy(block: int) -> Any:
+    """With labels that each device compares with the numbers of its own block of the vocabulary."""
+
+    def body(x, w, labels):
+        z, low = x @ w.T, lax.axis_index("tp") * block
+        own = (labels >= low) & (labels < low + block)
+        at = jnp.take_along_axis(z, jnp.where(own, labels - low, 0)[:, None], 1)[:, 0]
+        largest = lax.pmax(lax.stop_gradient(z.max(-1)), "tp")
+        total = lax.psum(jnp.exp(z - largest[:, None]).sum(-1), "tp")
+        return jnp.log(total) + largest - lax.psum(jnp.where(own, at, 0), "tp")
+
+    return body
+
+
+def normalised(x):
+    mean = lax.psum(x.mean(0, keepdims=True), "dp") / N
+    variance = lax.psum(((x - mean) ** 2).mean(0, keepdims=True), "dp") / N
+    return (x - mean) * lax.rsqrt(variance + 1e-5)
+
+
+ROWS, WIDE, MANY = struct(8, 5), struct(8, 16), struct(16, 3)
+TOKENS = struct(8, 3), struct(16, 3), struct(8, dtype="int32")
+LOSS = "b/dp d, v/tp d, b/dp -> b/dp"
+
+RIGHT = {
+    "the size": ("b/dp c -> c", lambda x: lax.psum(x.mean(0), "dp") / N, (ROWS,), FOUR, "4 at", "the size of dp"),
+    "at two lines": ("b/dp c -> b/dp c", normalised, (ROWS,), FOUR, "4 at several lines", "the size of dp"),
+    "one over it": ("b/dp c -> c", lambda x: lax.psum(x.mean(0) * (1 / N), "dp"), (ROWS,), FOUR, "0.25 at", "one over"),
+    "one less": ("b/dp c -> b/dp c", shifted(N - 1), (ROWS,), FOUR, "3 at", "one less than the size of dp"),
+    "a block": (LOSS, cross_entropy(4), TOKENS, BOTH, "4 at", "the size of a block along tp"),
+    "of one axis of two": (
+        "b/dp d/tp -> b/dp",
+        lambda x: lax.rsqrt(lax.psum((x * x).mean(-1), "tp") / 4 + 1e-6),
+        (WIDE,),
+        BOTH,
+        "4 at",
+        "the size of tp",
+    ),
+    "of two axes": (
+        "b/dp/tp d -> d",
+        lambda x: lax.psum(x.mean(0), ("dp", "tp")) / 8,
+        (MANY,),
+        BOTH,
+        "8 at",
+        "the size of dp, tp",
+    ),
+    "two sizes": (
+        "b/dp/tp d -> d",
+        lambda x: lax.psum(lax.psum(x.mean(0), "tp") / 4, "dp") / 2,
+        (MANY,),
+        BOTH,
+        "2 at",
+        "the size of dp and 4 at",
+    ),
+    "a sum of what is equal": (
+        "b/dp c, c -> b/dp c",
+        lambda x, w: x * w[None] + lax.psum((w * w).sum() / N + 0 * x.sum(), "dp"),
+        (ROWS, struct(5)),
+        FOUR,
+        "4 at",
+        "the size of dp",
+    ),
+}
+
+
+RING = [(i, (i + 1) % N) for i in range(N)]
+CHAIN = [(i + 1, i) for i in range(N - 1)]
+
+
+def difference(x, ahead: Any, behind: Any) -> Any:
+    """The row behind each minus the row ahead of it, as permutations by numbers bring them."""
+    above, below = lax.ppermute(x[-1:], "dp", ahead), lax.ppermute(x[:1], "dp", behind)
+    wide = jnp.concatenate([above, x, below], 0)
+    return wide[2:] - wide[:-2]
+
+
+@pytest.mark.parametrize("behind", [[(t, s) for s, t in RING], CHAIN], ids=["ring", "chain"])
+def test_a_permutation_by_numbers_is_a_shift(behind: Any) -> None:
+    found = verdict("b/dp c -> b/dp c", lambda x: difference(x, RING, behind), ROWS)
+    assert found.kind == "tested" and "is read as a shift" in str(found), found
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda x: difference(x, [(t, s) for s, t in RING], RING),
+        lambda x: x + lax.ppermute(x, "dp", [(0, 3), (1, 2), (2, 0), (3, 1)]),
+        lambda x: x + sum(lax.ppermute(x, "dp", [(i, (i + k) % N) for i in range(N)]) for k in range(1, N)),
+    ],
+    ids=["the other way", "no shift", "a loop over the devices"],
+)
+def test_what_may_be_meant_for_one_number_of_devices_is_not_tested(body: Any) -> None:
+    assert verdict("b/dp c -> b/dp c", body, ROWS).kind == "not tested"
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_program_is_tested(name: str) -> None:
+    pattern, body, args, mesh, number, what = RIGHT[name]
+    found = verdict(pattern, body, *args, mesh=mesh)
+    assert found.kind == "tested", found
+    assert number in str(found) and f"is read as {what}" in str(found)
+
+
+WRONG = {
+    "half of it": ("b/dp d/tp -> b/dp", lambda x: lax.psum((x * x).mean(-1), "tp") / 2, (WIDE,), BOTH),
+    "of another axis": ("b/dp d/tp -> d/tp", lambda x: lax.psum((x * x).mean(0), "dp") / 4, (WIDE,), BOTH),
+    "two less": ("b/dp c -> b/dp c", shifted(N - 2), (ROWS,), FOUR),
+    "another block": (LOSS, cross_entropy(3), TOKENS, BOTH),
+    "a factor beside a forgotten one": ("b/dp c -> c", lambda x: lax.psum(x.mean(0) * 4.0, "dp"), (ROWS,), FOUR),
+    "one of two": (
+        "b/dp/tp d -> d",
+        lambda x: lax.psum(x.mean(0), ("dp", "tp")) / 4,
+        (MANY,),
+        BOTH,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_program_is_wrong(name: str) -> None:
+    pattern, body, args, mesh = WRONG[name]
+    assert spmd.check(spmd.kernel(pattern, mesh=mesh)(body), *args).verdict.kind == "wrong"
+
+
+def test_the_factor_of_a_derivative_is_no_size_of_a_block() -> None:
+    """Of a square it is 2, which is as many rows as each device has; the gradient is twice too large."""
+
+    @spmd.kernel("f, b/dp f -> f", mesh=spmd.make_mesh(dp=2))
+    def gradient(w, x):
+        return jax.grad(lambda w: (jnp.sin(x @ w) ** 2).mean())(w)
+
+    assert spmd.check(gradient, struct(3), struct(4, 3)).verdict.kind == "wrong"
+
+
+def test_a_size_on_a_mesh_of_ones_is_that_size() -> None:
+    """The first call asks numbers on two devices, and the program was written for one."""
+    one = spmd.make_mesh(dp=1)
+
+    @spmd.kernel("b/dp c, c -> b/dp c", mesh=one)
+    def body(x, w):
+        return x * w[None] + lax.psum((w * w).sum() / one.shape["dp"] + 0 * x.sum(), "dp")
+
+    body.trace(ROWS, struct(5))
