@@ -73,9 +73,24 @@ def in_slice(name: str, seed: int, parts: int) -> bool:
     return zlib.crc32(name.encode()) % parts == seed % parts
 
 
+def default_parts(named: bool) -> int:
+    """Of how many slices a run takes one: of two, unless the caller names tests, or asks for all."""
+    return 1 if named or case_count() > FULL_CASES else 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Settle it for the workers of xdist, which are given names."""
+    named = config.args_source is pytest.Config.ArgsSource.ARGS or bool(config.option.keyword)
+    os.environ.setdefault("SPMD_TEST_SLICE", f"{default_parts(named)}")
+
+
+def pytest_report_header() -> str:
+    return f"one of {os.environ['SPMD_TEST_SLICE']} slices of the tests, by SPMD_TEST_SLICE and SPMD_TEST_SEED"
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """SPMD_TEST_SLICE=8 runs an eighth of the tests: that of the seed."""
-    parts, seed = int(os.environ.get("SPMD_TEST_SLICE", 1)), int(os.environ.get("SPMD_TEST_SEED", 0))
+    parts, seed = int(os.environ["SPMD_TEST_SLICE"]), int(os.environ.get("SPMD_TEST_SEED", 0))
     kept = {item: in_slice(item.nodeid, seed, parts) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if not kept[item]])
     items[:] = [item for item in items if kept[item]]

@@ -8,7 +8,7 @@ import pytest
 import spmd
 from spmd import comm, ops
 from tests import layers
-from tests.conftest import FULL_CASES, in_slice
+from tests.conftest import FULL_CASES, default_parts, in_slice
 from tests.sampler import share
 
 ROOMS = {"ops": ops, "comm": comm}
@@ -55,6 +55,13 @@ def test_a_test_is_in_one_slice():
     names = [f"test[{i}]" for i in range(400)]
     assert all(sum(in_slice(name, seed, 8) for seed in range(90, 98)) == 1 for name in names)
     assert all(any(in_slice(name, seed, 8) for name in names) for seed in range(8))
+
+
+def test_a_run_of_all_takes_half_of_them(monkeypatch):
+    monkeypatch.delenv("SPMD_TEST_CASES", raising=False)
+    assert default_parts(named=False) == 2 and default_parts(named=True) == 1
+    monkeypatch.setenv("SPMD_TEST_CASES", str(FULL_CASES + 1))
+    assert default_parts(named=False) == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
