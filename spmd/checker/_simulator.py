@@ -547,6 +547,18 @@ def _alike(machine: Simulator, eqn: Any, key: Array, noise: float) -> Array:
     return np.broadcast_to(spread, (*key.shape[: machine.lead], *shape_of(out), key.shape[-1]))
 
 
+def _folds(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    """A `reduce`, whose jaxpr takes what is gathered so far and one more element of each array."""
+    [part], count = held(eqn), len(operands) // 2
+    gone = [machine.lead + d for d in eqn.params["dimensions"]]
+    arrays = [np.moveaxis(x, gone, range(len(gone))) for x in operands[:count]]
+    rest = (1,) * len(shape_of(eqn.outvars[0]))
+    found = [np.reshape(x, x.shape[: machine.lead] + rest) for x in operands[count:]]
+    for at in np.ndindex(arrays[0].shape[: len(gone)]):
+        found = machine.run(eqn, part, [*found, *(x[at] for x in arrays)])
+    return [np.broadcast_to(x, x.shape[: machine.lead] + shape_of(v)) for x, v in zip(found, eqn.outvars, strict=True)]
+
+
 def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
     """Keys are held as their words. What makes numbers of them is kept by their type."""
     machine.generators[eqn.outvars[0].aval.dtype] = eqn.params["impl"]
@@ -572,6 +584,7 @@ Simulator.rules = {
     "spmd_split": _splits,
     **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _random),
     "random_wrap": _wraps,
+    "reduce": _folds,
     "random_unwrap": _same,
     "debug_callback": lambda machine, eqn, operands: [],
     "debug_print": lambda machine, eqn, operands: [],

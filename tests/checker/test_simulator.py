@@ -123,6 +123,22 @@ def test_loops() -> None:
     agrees(mapped(body), X)
 
 
+@pytest.mark.parametrize("dims", [(0,), (1,), (0, 1)])
+def test_a_reduction_by_code_of_ones_own(dims: tuple[int, ...]) -> None:
+    """Of two arrays at once, one of which is the same on all devices, with places that differ."""
+
+    def further(one: Any, other: Any) -> Any:
+        moved = one[0] < other[0]
+        return jnp.where(moved, other[0], one[0]), jnp.where(moved, other[1] * 0.5, one[1])
+
+    def body(x):
+        first = varying(x[0, 0] + lax.axis_index("tp").astype(x.dtype))
+        found = lax.reduce((x, varying(jnp.ones_like(x))), (first, varying(jnp.float32(3))), further, dims)
+        return [y.reshape(1, -1) for y in found]
+
+    agrees(mapped(body), X)
+
+
 def test_a_loop_that_is_mapped() -> None:
     """Each element ends for itself, and all go on while one does."""
 
