@@ -140,7 +140,10 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
         got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
-    advice = advice or "spmd.check(...).source() shows the layout of every value beside its line"
+    advice = advice or (
+        "spmd.check(...).source() shows the layout of every value beside its line; "
+        "a program that counts devices in Python has reference= to say what it means"
+    )
     return found(Fault(rule, got=(*got, on), advice=advice), "numbers", trial.line or called_at())
 
 
