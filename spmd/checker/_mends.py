@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +192,11 @@ def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> s
         keyword = None if dim.axes else keyword_for(text, axes_in(text), (), lies.axes)
         if keyword is not None and not {*lies.axes} & {*layout.axes}:
             return f"{keyword}, the keyword that says how {text} is divided"
+    behind = (layout.source or "")[layout.dims[-1].span[1] if layout.dims else 0 :]
+    if (mark := re.match(r"\s*({U:[^}]*})", behind)) and not layout.unreduced:
+        keyword = keyword_for(mark[1], axes_in(mark[1]), (), have.unreduced)
+        if keyword is not None:
+            return f"{keyword}, the keyword that says along which axes {mark[1]} is a sum"
     call = eqn.params["call"]
     after = Pattern(call.pattern).outputs if "->" in call.pattern else None
     if fix is not None and after and call.verb in ("all_gather", "all_to_all", "relayout", "split"):
