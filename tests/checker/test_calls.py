@@ -62,6 +62,15 @@ def test_a_function_that_goes_on_with_a_piece() -> None:
     assert "\nadvice: spmd.softmax, " in told(lambda x: jax.nn.softmax(x), "b/dp d/tp -> b/dp d/tp")
 
 
+def test_a_function_whose_like_has_another_name_or_room() -> None:
+    """No advice names a module, and a loop of JAX that pads inside is not a halo."""
+    advice = lambda body: told(body, "b/dp d/tp -> b/dp d/tp").rpartition("advice: ")[2]
+    assert advice(lambda x: jnp.fft.fft(x).real).startswith("spmd.fft.fft, which takes")
+    assert advice(lambda x: jnp.pad(x, ((0, 0), (1, 1)))[:, 2:]).startswith("spmd.stencil.halo, which takes")
+    assert 'spmd.reduce(..., "logsumexp"), which takes' in told(lambda x: jax.nn.logsumexp(x, 1), ROWS)
+    assert "halo" not in advice(lambda x: jax.lax.associative_scan(jnp.add, x, axis=1))
+
+
 def test_what_a_function_is_called_on_is_written_as_the_user_wrote_it() -> None:
     wrong = {
         "x + 1": lambda x: jnp.sin((x + 1).mean(1)),
