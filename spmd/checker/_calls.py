@@ -41,12 +41,8 @@ class Call(NamedTuple):
     @property
     def namesake(self) -> str | None:
         """The public function of this package with the name of one that was running, or that is like the user's call."""
-        if self.names and self.names[0] in _OTHERWISE:
-            return _OTHERWISE[self.names[0]]
-        for name, room in itertools.product(self.names, _ROOMS):
-            if name in _public(room):
-                return f"{room}.{name}"
-        return None
+        like = (f"{room}.{name}" for name, room in itertools.product(self.names, _ROOMS) if name in _public(room))
+        return next((_OTHERWISE[name] for name in self.names[:1] if name in _OTHERWISE), next(like, None))
 
     @property
     def operand(self) -> str | None:

@@ -193,10 +193,9 @@ def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> s
         if keyword is not None and not {*lies.axes} & {*layout.axes}:
             return f"{keyword}, the keyword that says how {text} is divided"
     behind = (layout.source or "")[layout.dims[-1].span[1] if layout.dims else 0 :]
-    if (mark := re.match(r"\s*({U:[^}]*})", behind)) and not layout.unreduced:
-        keyword = keyword_for(mark[1], axes_in(mark[1]), (), have.unreduced)
-        if keyword is not None:
-            return f"{keyword}, the keyword that says along which axes {mark[1]} is a sum"
+    for mark in re.findall(r"^\s*({U:[^}]*})", behind) if not layout.unreduced else ():
+        if (keyword := keyword_for(mark, axes_in(mark), (), have.unreduced)) is not None:
+            return f"{keyword}, the keyword that says along which axes {mark} is a sum"
     call = eqn.params["call"]
     after = Pattern(call.pattern).outputs if "->" in call.pattern else None
     if fix is not None and after and call.verb in ("all_gather", "all_to_all", "relayout", "split"):
