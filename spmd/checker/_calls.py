@@ -17,7 +17,11 @@ from spmd._jaxprs.walker import opened
 
 _ROOMS = ("spmd.fft", "spmd.stencil", "spmd.linalg", "spmd", "spmd.parallel", "spmd.nn")
 # Functions of JAX whose like has another name here.
-_OTHERWISE = {"pad": "spmd.stencil.halo", "logsumexp": 'spmd.reduce(..., "logsumexp")'}
+_OTHERWISE = {
+    "pad": "spmd.stencil.halo",
+    "logsumexp": 'spmd.reduce(..., "logsumexp")',
+    "tree_norm": "spmd.parallel.global_norm",
+}
 
 
 class Call(NamedTuple):

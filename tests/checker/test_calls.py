@@ -100,4 +100,5 @@ def test_one_expression_is_one_call() -> None:
     assert calls["rsqrt"].is_of(calls["reduce_sum"]) and "standardize" in calls["rsqrt"].names
     assert not calls["sqrt"].is_of(calls["rsqrt"]) and not calls["add"].is_of(calls["sqrt"])
     assert not Call(None, None, ()).is_of(Call(None, None, ())) and Call(None, None, ("sort",)).namesake == "spmd.sort"
-    assert Call(None, None, ("tree_norm",)).namesake is None
+    assert Call(None, None, ("standardize",)).namesake is None
+    assert Call(None, None, ("tree_norm", "reduce")).namesake == "spmd.parallel.global_norm"
