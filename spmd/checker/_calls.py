@@ -44,7 +44,7 @@ class Call(NamedTuple):
 
     @property
     def namesake(self) -> str | None:
-        """The public function of this package with the name of one that was running, or that is like the user's call."""
+        """The public function of this package with the name of one that was running, or that is like the call."""
         like = (f"{room}.{name}" for name, room in itertools.product(self.names, _ROOMS) if name in _public(room))
         return next((_OTHERWISE[name] for name in self.names[:1] if name in _OTHERWISE), next(like, None))
 
