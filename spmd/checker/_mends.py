@@ -241,13 +241,13 @@ def summed_in(walk: Any, atom: Any, call: Call) -> bool:
 
 
 @if_possible
-def reduced(walk: Any, atom: Any) -> Fix | str | None:
+def reduced(walk: Any, atom: Any, call: Call) -> Fix | str | None:
     """The mean or the sum over a whole dimension, in place of that of each device's own block: a line to paste where it
-    is known how the user writes the array, else advice."""
+    is known how the user writes the array, else advice. The call that uses it may have broadcast it."""
     made = reduction_of(walk, atom)
     if made is None or made.op not in ("mean", "sum"):
         return None
-    fix = _of_argument(made, walk.kernel, shape_of(atom) == made.with_ones)
+    fix = _of_argument(made, walk.kernel, shape_of(next(given_to(walk, atom, call), atom)) == made.with_ones)
     return fix if fix is None or made.name else f"{fix} in place of that over each device's own block"
 
 

@@ -184,7 +184,7 @@ def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     if any(summed_in(walk, atom, call) for atom in operands):
         fix, advice = None, of_the_whole(walk, operands, call, axes)
     else:
-        told = reduced(walk, *operands) if len(operands) == 1 else None
+        told = reduced(walk, *operands, call) if len(operands) == 1 else None
         fix, advice = (told, None) if isinstance(told, Fix) else (None, told or first)
     return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
 

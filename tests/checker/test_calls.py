@@ -18,6 +18,7 @@ from spmd.checker._history import History
 
 X = np.arange(64, dtype=np.float32).reshape(4, 16) ** 0.5
 ROWS = "b/dp d/tp -> b/dp"
+CUBE = "b/dp s/tp d -> b/dp s/tp d"
 
 
 def told(body: Any, pattern: str, *args: Any) -> str:
@@ -39,6 +40,11 @@ def test_the_user_can_complete_what_they_sum_themselves() -> None:
     assert told(lambda x: jnp.exp(x.mean(1)), ROWS).endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp", op="mean")')
     kept = told(lambda x: x - x.mean(1, keepdims=True), "b/dp d/tp -> b/dp d/tp")
     assert kept.endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp 1", op="mean")')
+    with jax.numpy_rank_promotion("allow"):  # d is put behind two others
+        broadcast = told(lambda x: x - x.mean((0, 1)), CUBE, jnp.ones((4, 8, 3)))
+    assert broadcast.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d -> d", op="mean")')
+    kept = told(lambda x: x - x.mean((0, 1), keepdims=True), CUBE, jnp.ones((4, 8, 3)))
+    assert kept.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d -> 1 1 d", op="mean")')
     assert "\nadvice: spmd.all_gather(x, " in told(lambda x: jnp.linalg.norm(x, axis=1), ROWS)
 
 
