@@ -99,6 +99,10 @@ WRONG: dict[str, tuple[str, Callable[..., Any]]] = {
         lambda x: spmd.reduce(spmd.einsum(x, x, "x/b k, x/b k -> k {U:b}"), "k -> scalar", "max"),
     ),
     "a gathered copy, doubled": ("x/b -> x", lambda x: jnp.sin(spmd.all_gather(x, "x/b -> x")) + x),
+    "a gathered copy that another use pays for": (
+        "x/b y -> x y, x/b z",
+        lambda x: (whole := spmd.all_gather(x, "x/b y -> x y"), x @ whole.T),
+    ),
 }
 
 

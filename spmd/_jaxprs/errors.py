@@ -31,8 +31,8 @@ class Carry:
 
     @property
     def varying(self) -> frozenset[str]:
-        """The mesh axes on which it varies after one step."""
-        return frozenset(axis for found in re.findall(r"V:\(?([\w,]+)", self.after) for axis in found.split(","))
+        """The mesh axes on which it varies after one step, and not before."""
+        return _varying(self.after) - _varying(self.before)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +80,18 @@ def told(error: Exception) -> Told | None:
         return Told("pallas")
     mixed = re.search(r"can only accept axis_name which .* Got input type: (\S+), axes: \(([^)]*)\)", text)
     if mixed:
-        varies = {axis for found in re.findall(r"V:\(?([\w,]+)", mixed[1]) for axis in found.split(",")}
+        varies = _varying(mixed[1])
         axes = re.findall(r"'(\w+)'", mixed[2])
         return Told("mixed", None, (), tuple(a for a in axes if a in varies), tuple(a for a in axes if a not in varies))
     unbound = re.search(r"[Uu]nbound axis name:? ?'?(\w+)?", text)
     if unbound or (isinstance(error, AssertionError) and not text and raised_by_jax(error)):
         return Told("axis", unbound[1] if unbound else None)
     return None
+
+
+def _varying(type_: str) -> frozenset[str]:
+    """The mesh axes on which a value of this type varies, as JAX prints it."""
+    return frozenset(axis for found in re.findall(r"V:\(?([\w,]+)", type_) for axis in found.split(","))
 
 
 def _carries(text: str) -> tuple[Carry, ...]:

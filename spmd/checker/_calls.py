@@ -15,7 +15,13 @@ from spmd import _compat
 from spmd._jaxprs.lines import is_of_library
 from spmd._jaxprs.walker import opened
 
-_ROOMS = ("spmd", "spmd.parallel", "spmd.nn")
+_ROOMS = ("spmd.fft", "spmd.stencil", "spmd.linalg", "spmd", "spmd.parallel", "spmd.nn")
+# Functions of JAX whose like has another name here.
+_OTHERWISE = {
+    "pad": "spmd.stencil.halo",
+    "logsumexp": 'spmd.reduce(..., "logsumexp")',
+    "tree_norm": "spmd.parallel.global_norm",
+}
 
 
 class Call(NamedTuple):
@@ -38,11 +44,9 @@ class Call(NamedTuple):
 
     @property
     def namesake(self) -> str | None:
-        """The public function of this package with the name of one that was running."""
-        for name, room in itertools.product(self.names, _ROOMS):
-            if name in getattr(sys.modules.get(room), "__all__", ()):
-                return f"{room}.{name}"
-        return None
+        """The public function of this package with the name of one that was running, or that is like the call."""
+        like = (f"{room}.{name}" for name, room in itertools.product(self.names, _ROOMS) if name in _public(room))
+        return next((_OTHERWISE[name] for name in self.names[:1] if name in _OTHERWISE), next(like, None))
 
     @property
     def operand(self) -> str | None:
@@ -67,6 +71,12 @@ class Call(NamedTuple):
         function = of is None or (_is_module(owner.id, code) if isinstance(owner, ast.Name) else False)
         node = (called.args or [None])[0] if function else None if function is None else of
         return None if node is None else ast.get_source_segment(text, node)
+
+
+@functools.cache
+def _public(room: str) -> Sequence[str]:
+    """The public names of a room. The package loads a room when it is asked for."""
+    return functools.reduce(getattr, room.split(".")[1:], sys.modules["spmd"]).__all__
 
 
 def _is_module(name: str, code: Any) -> bool | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -191,6 +192,10 @@ def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> s
         keyword = None if dim.axes else keyword_for(text, axes_in(text), (), lies.axes)
         if keyword is not None and not {*lies.axes} & {*layout.axes}:
             return f"{keyword}, the keyword that says how {text} is divided"
+    behind = (layout.source or "")[layout.dims[-1].span[1] if layout.dims else 0 :]
+    for mark in re.findall(r"^\s*({U:[^}]*})", behind) if not layout.unreduced else ():
+        if (keyword := keyword_for(mark, axes_in(mark), (), have.unreduced)) is not None:
+            return f"{keyword}, the keyword that says along which axes {mark} is a sum"
     call = eqn.params["call"]
     after = Pattern(call.pattern).outputs if "->" in call.pattern else None
     if fix is not None and after and call.verb in ("all_gather", "all_to_all", "relayout", "split"):
@@ -236,13 +241,13 @@ def summed_in(walk: Any, atom: Any, call: Call) -> bool:
 
 
 @if_possible
-def reduced(walk: Any, atom: Any) -> Fix | str | None:
+def reduced(walk: Any, atom: Any, call: Call) -> Fix | str | None:
     """The mean or the sum over a whole dimension, in place of that of each device's own block: a line to paste where it
-    is known how the user writes the array, else advice."""
+    is known how the user writes the array, else advice. The call that uses it may have broadcast it."""
     made = reduction_of(walk, atom)
     if made is None or made.op not in ("mean", "sum"):
         return None
-    fix = _of_argument(made, walk.kernel, shape_of(atom) == made.with_ones)
+    fix = _of_argument(made, walk.kernel, shape_of(next(given_to(walk, atom, call), atom)) == made.with_ones)
     return fix if fix is None or made.name else f"{fix} in place of that over each device's own block"
 
 

@@ -125,8 +125,9 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
             got.append(f"operand {number}: made from numbers that begin at 0 on each device, as those of jnp.arange")
             advice = f'spmd.iota("<name>/{axes[0]}"), which goes on from block to block; or split the other array'
         elif not why and _is_constant(walk, atom):
-            got.append(f"operand {number}: an array of the program itself, as NumPy's random numbers: equal everywhere")
-            advice = f"{OWN_NOISE}; or an argument of the kernel, which is divided"
+            got.append(f"operand {number}: an array of the program itself, which is equal everywhere")
+            own = f'spmd.split(<the whole array>, "<name> -> <name>/{axes[0]}"), or an argument of the kernel'
+            advice = f"{own}, which is divided; for random numbers {OWN_NOISE}"
         if (rank := _rank_before_broadcasting(walk, atom)) is not None:
             got.append(f"operand {number}: rank {rank}, and broadcasting gives it rank {len(shape_of(atom))}")
             advice = f'keep a reduced dimension as 1, "b d/tp -> b 1" or keepdims=True; or else {advice}'
@@ -183,7 +184,7 @@ def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     if any(summed_in(walk, atom, call) for atom in operands):
         fix, advice = None, of_the_whole(walk, operands, call, axes)
     else:
-        told = reduced(walk, *operands) if len(operands) == 1 else None
+        told = reduced(walk, *operands, call) if len(operands) == 1 else None
         fix, advice = (told, None) if isinstance(told, Fix) else (None, told or first)
     return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
 

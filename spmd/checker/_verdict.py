@@ -25,6 +25,9 @@ _SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", 
 # were drawn may let devices part.
 _ALWAYS = ("closed", "divergent")
 
+# A ring whose blocks are a dimension is one program on whole arrays, with its mistakes.
+_UNLESS = "if they should not, spmd.testing.assert_same_on_any_mesh shows how they differ"
+
 _SHOWN = 3  # lines, or arrays, that a text lists
 
 
@@ -87,7 +90,7 @@ def _first(lines: Sequence[str]) -> str:
 def _compared(trial: Trial) -> str:
     what = "results and gradients" if trial.gradients else "results"
     are = "differ from" if trial.wrong else "are"
-    whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
+    whole = f"whole arrays, which depend on the sizes of axes too: {_UNLESS}" if trial.meant else "one device"
     quiet = ", with one number in place of all random ones, which depend on the mesh" if trial.quiet else ""
     return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}{quiet}"
 

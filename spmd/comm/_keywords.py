@@ -84,8 +84,8 @@ def works_along(dim: Dim, kept: AbstractSet[str] | None) -> bool:
 
 
 def axes_in(text: str) -> list[str]:
-    """The axes that a dimension names in a string: not the 1 of `d/1`."""
-    return re.findall(r"/\s*([A-Za-z_]\w*)", text)
+    """The axes that a dimension, or a mark, names in a string: not the 1 of `d/1`."""
+    return re.findall(r"[/:,]\s*([A-Za-z_]\w*)", text)
 
 
 def as_array(value: Any, label: str, fail: Callable[[str], NoReturn]) -> jax.Array:

@@ -261,19 +261,21 @@ class Paid:
       once: The reduce-scatters of a varying copy, and as much as the gather itself.
       uses: For each use, if the copy is invarying, the collective, its bytes, how often it runs (0: nobody knows), and
         the line.
+      alone: Whether one device is alone along the axes, and sends nothing: these are the bytes of each of two.
     """
 
     axes: tuple[str, ...]
     once: int
     uses: tuple[tuple[str, int, int, str], ...]
+    alone: bool
 
     def lines(self) -> Iterator[str]:
-        along = ", ".join(self.axes)
-        yield f'backward, to="varying": a reduce-scatter over {along}, {bytes_text(self.once)} per device'
+        along, each = ", ".join(self.axes), "per device" + " of two" * self.alone
+        yield f'backward, to="varying": a reduce-scatter over {along}, {bytes_text(self.once)} {each}'
         for kind, sent, times, line in self.uses:
             often = "" if times == 1 else f", {times} times" if times else ", in each step of a loop"
             where = f", for the use at {line}" if line else ""
-            yield f'backward, to="invarying": {_NAMES[kind]} over {along}, {bytes_text(sent)} per device{often}{where}'
+            yield f'backward, to="invarying": {_NAMES[kind]} over {along}, {bytes_text(sent)} {each}{often}{where}'
 
 
 def _lines(paid: Iterable[Paid]) -> list[str]:
@@ -320,20 +322,21 @@ class _Uses(Domain):
     def _priced(self, gathers: Iterable[int], uses: Iterable[int]) -> Paid | None:
         known = [self.gathers[gather] for gather in gathers]
         axes = self._axes(eqn for eqn, *_ in known)
+        # One device alone sends nothing. It is priced as two, so that a program has one meaning on all meshes.
+        devices = lambda axes: max(2, axes_product(axes, self.sizes))
         once = often = 0
         for eqn, times, _ in known:
-            devices = axes_product(self._axes([eqn]), self.sizes)
-            once += max(times, 1) * sent_bytes("psum_scatter", _bytes(eqn.outvars[0]), devices)
+            once += max(times, 1) * sent_bytes("psum_scatter", _bytes(eqn.outvars[0]), devices(self._axes([eqn])))
             often += max(times, 1)
         found = []
         for eqn, kind, times, line in map(self.uses.__getitem__, uses):
             size = _bytes(eqn.invars[0] if kind == "psum" else eqn.outvars[0])
-            found.append((kind, sent_bytes(kind, size, axes_product(axes, self.sizes)), times, line))
+            found.append((kind, sent_bytes(kind, size, devices(axes)), times, line))
         # The compiler puts the sums of one pass together, and not those of the steps of a loop.
         cheap = all(0 < times <= often for *_, times, _ in found)
         if cheap and sum(sent * times for _, sent, times, _ in found) <= once:
             return None
-        return Paid(axes, once, tuple(found))
+        return Paid(axes, once, tuple(found), axes_product(axes, self.sizes) == 1)
 
     def _axes(self, eqns: Iterable[Any]) -> tuple[str, ...]:
         every = {axis for eqn in eqns for axis in axes_of(eqn)}

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from spmd import all_to_all, custom_vjp, defer, einsum, iota, per_shard, rearrange, reduce, scope, size, take
+from spmd import all_to_all, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size, take
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, SizeError, not_one_of
 from spmd.nn.dtypes import wide, wide_einsum, with_rank
@@ -258,14 +258,12 @@ def _reduced(losses: Any, weights: Any, reduction: str, dp: Axes, cp: Axes) -> A
 def _over_all(x: Any, op: Literal["sum", "mean"], dp: Axes, cp: Axes) -> Any:
     """The sum or mean over the tokens of all devices.
 
-    dp may divide any of the leading dimensions, and nobody says which. They are merged, and on each device they hold
-    the tokens of its own rows, in an order that is not that of the whole array. No layout says this. A sum over all
-    tokens does not depend on their order, so the merge is meant per shard.
+    dp may divide any of the leading dimensions, and nobody says which. A sum of all tokens does not depend on it: each
+    device adds up its own.
     """
     last = x.shape[-1] if x.ndim > (cp is None) else 1  # one dimension is the sequence only if cp divides it
-    with per_shard("a sum and a mean of all tokens do not depend on their order"):
-        tokens = x.reshape(-1, last)
-    return reduce(tokens, "b/dp s/cp -> scalar", op, dp=dp, cp=cp)
+    total = reduce(x.reshape(-1, last).sum(0), "s/cp {U:dp} -> scalar", dp=dp, cp=cp)
+    return total if op == "sum" else total / size(jnp.zeros(x.size), "[t/dp/cp]", dp=dp, cp=cp)
 
 
 def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, reduction: str) -> Any:

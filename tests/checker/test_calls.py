@@ -18,6 +18,7 @@ from spmd.checker._history import History
 
 X = np.arange(64, dtype=np.float32).reshape(4, 16) ** 0.5
 ROWS = "b/dp d/tp -> b/dp"
+CUBE = "b/dp s/tp d -> b/dp s/tp d"
 
 
 def told(body: Any, pattern: str, *args: Any) -> str:
@@ -39,6 +40,11 @@ def test_the_user_can_complete_what_they_sum_themselves() -> None:
     assert told(lambda x: jnp.exp(x.mean(1)), ROWS).endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp", op="mean")')
     kept = told(lambda x: x - x.mean(1, keepdims=True), "b/dp d/tp -> b/dp d/tp")
     assert kept.endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp 1", op="mean")')
+    with jax.numpy_rank_promotion("allow"):  # d is put behind two others
+        broadcast = told(lambda x: x - x.mean((0, 1)), CUBE, jnp.ones((4, 8, 3)))
+    assert broadcast.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d -> d", op="mean")')
+    kept = told(lambda x: x - x.mean((0, 1), keepdims=True), CUBE, jnp.ones((4, 8, 3)))
+    assert kept.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d -> 1 1 d", op="mean")')
     assert "\nadvice: spmd.all_gather(x, " in told(lambda x: jnp.linalg.norm(x, axis=1), ROWS)
 
 
@@ -60,6 +66,15 @@ def test_a_function_that_goes_on_with_a_piece() -> None:
     assert "\nadvice: spmd.sort, which takes a divided dimension" in told(jnp.sort, "b/dp d/tp -> b/dp d/tp")
     assert 'all_gather(x, "b/dp d/tp -> b/dp d") in place of x' in told(lambda x: jnp.median(x, 1), ROWS)
     assert "\nadvice: spmd.softmax, " in told(lambda x: jax.nn.softmax(x), "b/dp d/tp -> b/dp d/tp")
+
+
+def test_a_function_whose_like_has_another_name_or_room() -> None:
+    """No advice names a module, and a loop of JAX that pads inside is not a halo."""
+    advice = lambda body: told(body, "b/dp d/tp -> b/dp d/tp").rpartition("advice: ")[2]
+    assert advice(lambda x: jnp.fft.fft(x).real).startswith("spmd.fft.fft, which takes")
+    assert advice(lambda x: jnp.pad(x, ((0, 0), (1, 1)))[:, 2:]).startswith("spmd.stencil.halo, which takes")
+    assert 'spmd.reduce(..., "logsumexp"), which takes' in told(lambda x: jax.nn.logsumexp(x, 1), ROWS)
+    assert "halo" not in advice(lambda x: jax.lax.associative_scan(jnp.add, x, axis=1))
 
 
 def test_what_a_function_is_called_on_is_written_as_the_user_wrote_it() -> None:
@@ -91,4 +106,5 @@ def test_one_expression_is_one_call() -> None:
     assert calls["rsqrt"].is_of(calls["reduce_sum"]) and "standardize" in calls["rsqrt"].names
     assert not calls["sqrt"].is_of(calls["rsqrt"]) and not calls["add"].is_of(calls["sqrt"])
     assert not Call(None, None, ()).is_of(Call(None, None, ())) and Call(None, None, ("sort",)).namesake == "spmd.sort"
-    assert Call(None, None, ("tree_norm",)).namesake is None
+    assert Call(None, None, ("standardize",)).namesake is None
+    assert Call(None, None, ("tree_norm", "reduce")).namesake == "spmd.parallel.global_norm"

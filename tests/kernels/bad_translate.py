@@ -98,6 +98,23 @@ def carry_of_another_type_fixed(mesh):
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), X.sum(0))
 
 
+def in_steps(term, mesh):
+    def fn(x):
+        return jax.lax.scan(lambda c, _: (c + term(x), None), spmd.zeros("b/dp"), length=2)[0]
+
+    return body("b/dp d/tp -> b/dp", fn, mesh)
+
+
+@bad
+def carry_that_varies_on_one_axis_more(mesh):
+    in_steps(lambda x: x.sum(1), mesh)
+
+
+@fixed
+def carry_that_varies_on_one_axis_more_fixed(mesh):
+    np.testing.assert_allclose(in_steps(lambda x: spmd.reduce(x, "b/dp d/tp -> b/dp"), mesh), 2 * X.sum(1))
+
+
 # JAX's own loops and branches are mended around them, and not inside.
 OWN_LOOP = lambda x: jax.scipy.special.expi(x + 1)
 OWN_BRANCHES = lambda x: jax.scipy.special.spence(x + 1)

@@ -153,6 +153,20 @@ def test_tokens_of_any_rank(layout, shape, mode):
     np.testing.assert_allclose(jax.jit(getattr(kernel, mode))(logits, labels), truth, rtol=1e-6)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_is_wrong_before_the_loss_is_an_error(reduction):
+    """The numbers of a program with this layer are compared as those of any other, also with a batch inside the rows."""
+
+    @spmd.kernel("m b/dp v/tp, m b/dp -> scalar", mesh=MESH)
+    def sharpened(logits, labels):  # each device normalizes its own block of the vocabulary
+        return nn.cross_entropy(logits * jax.nn.softmax(logits), labels, reduction=reduction, tp="tp", dp="dp")
+
+    args = normal(10, 3, 4, 8), np.zeros((3, 4), np.int32)
+    with pytest.raises(spmd.errors.ReplicationError, match=r"spmd\.softmax"):
+        sharpened(*args)
+    assert spmd.check(sharpened, *args).verdict.kind == "wrong"
+
+
 def test_the_scores_never_exist_whole():
     """In chunks no array of the compiled step, forward or backward, has the size of all scores; at once, some have."""
     x, table, labels = normal(8, 2, 64, 16), normal(9, 2048, 16), np.zeros((2, 64), np.int32)
