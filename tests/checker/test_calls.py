@@ -42,9 +42,9 @@ def test_the_user_can_complete_what_they_sum_themselves() -> None:
     assert kept.endswith('\nfix: spmd.reduce(x, "b/dp d/tp -> b/dp 1", op="mean")')
     with jax.numpy_rank_promotion("allow"):  # d is put behind two others
         broadcast = told(lambda x: x - x.mean((0, 1)), CUBE, jnp.ones((4, 8, 3)))
-    assert broadcast.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d -> d", op="mean")')
+    assert broadcast.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d/1 -> d/1", op="mean")')
     kept = told(lambda x: x - x.mean((0, 1), keepdims=True), CUBE, jnp.ones((4, 8, 3)))
-    assert kept.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d -> 1 1 d", op="mean")')
+    assert kept.endswith('\nfix: spmd.reduce(x, "b/dp s/tp d/1 -> 1 1 d/1", op="mean")')
     assert "\nadvice: spmd.all_gather(x, " in told(lambda x: jnp.linalg.norm(x, axis=1), ROWS)
 
 
