@@ -13,6 +13,7 @@ from spmd._processes.environment import Task, tasks
 from spmd.cluster._start import _agreed, _given, compared
 from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched
+from tests.sampler import rare
 
 FAULTY = "tests/cluster/faulty.py"
 
@@ -74,6 +75,7 @@ def check_launched(kind: str, code: int, said: str, seconds: float = 5) -> None:
     assert "done" not in found.out
 
 
+@rare  # without JAX: test_launch.py; without a launcher: test_faults.py
 def test_an_exception_in_a_process_ends_all():
     check_launched("raise", 1, "rank 1 of 2 ends: ValueError: bad data")
 
@@ -230,6 +232,7 @@ def test_with_the_guard_off_another_program_in_one_process_is_not_found(tmp_path
 # --- hosts that are not alike ----------------------------------------------------------------------------------------
 
 
+@rare  # with equal numbers each call runs in test_faults.py, and on one host in test_data.py and test_fields.py
 def test_hosts_with_unequal_numbers_of_devices(tmp_path):
     """Six devices as four and two: JAX's own all-gather of the processes reshapes them to two rows."""
     counts = [{"JAX_NUM_CPU_DEVICES": "4"}, {"JAX_NUM_CPU_DEVICES": "2"}]
@@ -242,6 +245,7 @@ def test_hosts_with_unequal_numbers_of_devices(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who listens where")
+@rare  # every test under the launcher starts this coordinator
 def test_the_coordinator_of_a_local_launch_listens_on_this_machine_only():
     found = launched(2, "tests/cluster/listening.py")
     [said] = re.findall(r"\[0\] listens (.*)", found.out)
