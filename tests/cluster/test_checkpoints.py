@@ -747,11 +747,13 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("policy", "stay"),
-    [
-        (lambda of: of.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=2), {3, 5, 6}),
-        (lambda of: of.EveryNSteps(interval_steps=2), {2, 4, 6}),
-        (lambda of: of.AnyPreservationPolicy([of.LatestN(2), of.EveryNSteps(interval_steps=4)]), {4, 5, 6}),
-    ],
+    share(
+        [
+            (lambda of: of.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=2), {3, 5, 6}),
+            (lambda of: of.EveryNSteps(interval_steps=2), {2, 4, 6}),
+            (lambda of: of.AnyPreservationPolicy([of.LatestN(2), of.EveryNSteps(interval_steps=4)]), {4, 5, 6}),
+        ]
+    ),
 )
 def test_policies_of_orbax_say_what_stays(tmp_path, policy, stay):
     from orbax.checkpoint import checkpoint_managers

@@ -13,7 +13,7 @@ from spmd._processes.environment import Task, tasks
 from spmd.cluster._start import _agreed, _given, compared
 from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched
-from tests.sampler import rare
+from tests.sampler import rare, share
 
 FAULTY = "tests/cluster/faulty.py"
 
@@ -200,6 +200,7 @@ def programs(folder: Path) -> list[str]:
     return [str(folder / name / "task.py") for name in ("a", "b")]
 
 
+@rare  # what is compared: above, and how: test_agreement.py
 def test_another_argument_file_or_version_in_one_process_is_found_before_the_first_step(tmp_path):
     same, other = programs(tmp_path)
     found = joined([[path, "none", "--lr", lr, "--rank", lr] for path, lr in ((same, "1"), (other, "2"), (same, "1"))])
@@ -253,7 +254,7 @@ def test_the_coordinator_of_a_local_launch_listens_on_this_machine_only():
     assert said and set(said.split()) <= here, (said, found.err)
 
 
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("family", share([socket.AF_INET, socket.AF_INET6]))
 def test_a_port_in_use_is_named_at_once(family):
     """Process 0 died of SIGSEGV, or said that an RPC server failed to start."""
     with socket.socket(family) as other:
