@@ -152,7 +152,7 @@ def test_what_is_around_a_body_changes_nothing(pair: Pair, around: str) -> None:
         assert findings(pair, AROUND[around](pair.mistaken))
 
 
-@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair.raw], ids=named)
+@pytest.mark.parametrize("pair", share(pair for pair in PAIRS if pair.raw), ids=named)
 def test_raw_code_is_checked_too(pair: Pair) -> None:
     """Its mesh stands in it, so no numbers are compared, and only what contradicts a spec is certain."""
     assert not why_missed(pair, raw=True)

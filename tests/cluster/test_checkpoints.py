@@ -450,6 +450,7 @@ def test_the_checksums_of_blocks_add_up(dtype, shape):
 
 
 @pytest.mark.parametrize(("how", "step"), share([("listing", 15), ("hidden", 10)]))
+@rare  # how processes agree: test_agreement.py; restoring in two: test_faults.py
 def test_all_processes_restore_one_step_where_one_has_an_old_listing(tmp_path, how, step):
     """Rank 0 restored step 15 and rank 1 step 10, without a word."""
     run = tmp_path / "run"
@@ -686,6 +687,7 @@ def test_orbax_writes_no_arrays_to_s3(tmp_path, monkeypatch):
 # --- two programs in one folder --------------------------------------------------------------------------------------
 
 
+@rare  # in one process: test_lease.py
 def test_a_second_program_in_the_folder_is_an_error(tmp_path):
     folder, since = tmp_path / "run", time.monotonic()
     first = start(["tests/cluster/tenant.py", str(folder)])
@@ -745,11 +747,13 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
 
 @pytest.mark.parametrize(
     ("policy", "stay"),
-    [
-        (lambda of: of.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=2), {3, 5, 6}),
-        (lambda of: of.EveryNSteps(interval_steps=2), {2, 4, 6}),
-        (lambda of: of.AnyPreservationPolicy([of.LatestN(2), of.EveryNSteps(interval_steps=4)]), {4, 5, 6}),
-    ],
+    share(
+        [
+            (lambda of: of.BestN(get_metric_fn=lambda metrics: -metrics["loss"], n=2), {3, 5, 6}),
+            (lambda of: of.EveryNSteps(interval_steps=2), {2, 4, 6}),
+            (lambda of: of.AnyPreservationPolicy([of.LatestN(2), of.EveryNSteps(interval_steps=4)]), {4, 5, 6}),
+        ]
+    ),
 )
 def test_policies_of_orbax_say_what_stays(tmp_path, policy, stay):
     from orbax.checkpoint import checkpoint_managers

@@ -9,6 +9,7 @@ import spmd
 from spmd.cluster import guard
 from spmd.errors import SpmdError
 from tests.cluster.harness import joined
+from tests.sampler import rare
 
 FLIPPED = "tests/cluster/flipped.py"
 
@@ -74,6 +75,7 @@ def test_words_that_are_no_steps() -> None:
             guard(step, {}, every=every)  # type: ignore[arg-type]
 
 
+@rare  # in one process: the tests above
 def test_in_several_processes_each_knows_who() -> None:
     found = joined([[FLIPPED]] * 2, timeout=60)
     for rank, one in enumerate(found):

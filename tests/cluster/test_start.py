@@ -13,6 +13,7 @@ from spmd._processes.environment import Task, tasks
 from spmd.cluster._start import _agreed, _given, compared
 from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched
+from tests.sampler import rare, share
 
 FAULTY = "tests/cluster/faulty.py"
 
@@ -74,6 +75,7 @@ def check_launched(kind: str, code: int, said: str, seconds: float = 5) -> None:
     assert "done" not in found.out
 
 
+@rare  # without JAX: test_launch.py; without a launcher: test_faults.py
 def test_an_exception_in_a_process_ends_all():
     check_launched("raise", 1, "rank 1 of 2 ends: ValueError: bad data")
 
@@ -198,6 +200,7 @@ def programs(folder: Path) -> list[str]:
     return [str(folder / name / "task.py") for name in ("a", "b")]
 
 
+@rare  # what is compared: above, and how: test_agreement.py
 def test_another_argument_file_or_version_in_one_process_is_found_before_the_first_step(tmp_path):
     same, other = programs(tmp_path)
     found = joined([[path, "none", "--lr", lr, "--rank", lr] for path, lr in ((same, "1"), (other, "2"), (same, "1"))])
@@ -230,6 +233,7 @@ def test_with_the_guard_off_another_program_in_one_process_is_not_found(tmp_path
 # --- hosts that are not alike ----------------------------------------------------------------------------------------
 
 
+@rare  # with equal numbers each call runs in test_faults.py, and on one host in test_data.py and test_fields.py
 def test_hosts_with_unequal_numbers_of_devices(tmp_path):
     """Six devices as four and two: JAX's own all-gather of the processes reshapes them to two rows."""
     counts = [{"JAX_NUM_CPU_DEVICES": "4"}, {"JAX_NUM_CPU_DEVICES": "2"}]
@@ -242,6 +246,7 @@ def test_hosts_with_unequal_numbers_of_devices(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="only Linux says who listens where")
+@rare  # every test under the launcher starts this coordinator
 def test_the_coordinator_of_a_local_launch_listens_on_this_machine_only():
     found = launched(2, "tests/cluster/listening.py")
     [said] = re.findall(r"\[0\] listens (.*)", found.out)
@@ -249,7 +254,7 @@ def test_the_coordinator_of_a_local_launch_listens_on_this_machine_only():
     assert said and set(said.split()) <= here, (said, found.err)
 
 
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+@pytest.mark.parametrize("family", share([socket.AF_INET, socket.AF_INET6]))
 def test_a_port_in_use_is_named_at_once(family):
     """Process 0 died of SIGSEGV, or said that an RPC server failed to start."""
     with socket.socket(family) as other:

@@ -8,7 +8,7 @@ import pytest
 from spmd.cluster import _start, stopping
 from spmd.errors import SpmdError
 from tests.cluster.harness import alone, joined
-from tests.sampler import share
+from tests.sampler import rare, share
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -45,7 +45,7 @@ def test_steps_that_cannot_be():
 PROGRAM = "tests/cluster/signalled.py"
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", share([signal.SIGUSR1, signal.SIGTERM]))
 def test_more_signals_during_the_exit_change_nothing(number):
     """Python gives its handlers back before it ends, and the exit code was that of the signal: 16 of 16."""
     found = alone(PROGRAM, str(int(number)), "loop")
@@ -55,6 +55,7 @@ def test_more_signals_during_the_exit_change_nothing(number):
 @pytest.mark.parametrize(
     ("number", "when"), share([(number, when) for number in SIGNALS[:2] for when in ("join", "loop")])
 )
+@rare  # in one process: the test above
 def test_more_signals_to_several_processes_change_nothing(number, when):
     """One that came while a process waited for the others to join ended it."""
     found = joined([[PROGRAM, str(int(number)), when]] * 2)

@@ -133,6 +133,7 @@ def reductions(report: Any, axis: str) -> dict[str, int]:
     return found
 
 
+@rare
 def test_gradients_are_reduced_once_however_many_micro_batches(gradients):
     one, four = (spmd.inspect.collectives(gradients(*flags)[2]) for flags in ((), ("--accumulate=4",)))
     matrices = 9

@@ -122,6 +122,7 @@ def test_every_product_computes_what_one_device_does(steps, name):
     ("name", "mode"),
     share([("fsdp x cp x tp x sp", "auto"), ("dp x ep x tp", "auto"), ("cp x ep x tp x sp", "reference")]),
 )
+@rare  # every layer of it runs in every mode: test_layers.py
 def test_other_modes(steps, name, mode):
     config, mesh, changes = PRODUCTS[name]
     compare(steps(config, mesh, changes, mode), steps.on_one_device(config))

@@ -14,7 +14,7 @@ import pytest
 import spmd
 from spmd.checker._numbers import compared, pulled
 from tests.foreign.registry import BODIES
-from tests.sampler import share
+from tests.sampler import rare, share
 
 for kind in ("linear", "experts", "rings", "pipelines", "samplers", "transforms", "statistics", "caches"):
     importlib.import_module(f"tests.foreign.{kind}")
@@ -96,6 +96,7 @@ def test_copies_that_differ_are_found_without_a_reference():
     assert found[0].rule.startswith("output 0 of loss is said to be equal along dp, and devices hold different numbers")
 
 
+@rare  # ops/test_exchange.py
 def test_rows_that_public_code_sends_by_offsets_are_sent_by_their_owners():
     """Tokens go to their experts and come back, as `jax.lax.ragged_all_to_all` does it twice in
     AI-Hypercomputer/maxtext src/maxtext/layers/moe.py, vllm-project/tpu-inference tpu_inference/layers/jax/moe and

@@ -7,22 +7,21 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
+from random import Random
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd.drawing import _picture as _svg
 from spmd.language import Layout
-from tests.conftest import case_count
 from tests.goldens import Golden, written_anew
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg
+from tests.sampler import seeds
 
 GOLDEN = Golden(Path(__file__).with_name("pictures.txt"))
 
@@ -86,34 +85,32 @@ def test_faults_are_noticed():
 # --- any layout on any mesh ------------------------------------------------------------------------------------
 
 
-@st.composite
-def placed(draw, most: int, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...], dict[str, int]]:
+def placed(draw: Random, most: int, sizes: tuple[int, ...]) -> tuple[str, tuple[int, ...], dict[str, int]]:
     """A layout, a shape that it divides, and a mesh of at most `most` devices."""
     mesh: dict[str, int] = {}
-    for axis in draw(st.permutations("wxyz"))[: draw(st.integers(1, 4))]:
-        size = draw(st.sampled_from(sizes))
+    for axis in draw.sample("wxyz", draw.randint(1, 4)):
+        size = draw.choice(sizes)
         if math.prod(mesh.values()) * size <= most:
             mesh[axis] = size
     mesh = mesh or {"x": 1}
-    rank = draw(st.integers(0, 5))
+    rank = draw.randint(0, 5)
     axes: list[list[str]] = [[] for _ in range(rank)]
     summed = []
-    for axis in draw(st.permutations(sorted(mesh))):
-        where = draw(st.integers(-1, rank))
+    for axis in draw.sample(sorted(mesh), len(mesh)):
+        where = draw.randint(-1, rank)
         if where == rank:
             summed.append(axis)
         elif where >= 0:
             axes[where].append(axis)
     dims = [f"{'abcde'[i]}{''.join(f'/{axis}' for axis in axes[i])}" for i in range(rank)]
-    shape = tuple(math.prod(mesh[axis] for axis in axes[i]) * draw(st.integers(1, 3)) for i in range(rank))
+    shape = tuple(math.prod(mesh[axis] for axis in axes[i]) * draw.randint(1, 3) for i in range(rank))
     text = " ".join(dims) + (f" {{U:{','.join(summed)}}}" if summed else "")
     return text.strip() or "scalar", shape, mesh
 
 
-@settings(max_examples=10 * case_count(), deadline=None, derandomize=True)
-@given(placed(64, (1, 2, 3, 4, 5, 8)))
-def test_random_layouts(case):
-    text, shape, mesh = case
+@pytest.mark.parametrize("seed", seeds(times=10))
+def test_random_layouts(seed):
+    text, shape, mesh = placed(Random(seed), 64, (1, 2, 3, 4, 5, 8))
     layout, picture = Layout(text), spmd.visualize(text, shape, mesh)
     expected = expected_index(layout, shape, mesh)
     found = picture.to_dict()
@@ -136,13 +133,13 @@ def test_random_layouts(case):
     assert faults_of_svg(picture.svg) == []
 
 
-@settings(max_examples=5 * case_count(), deadline=None, derandomize=True)
-@given(placed(8, (1, 2, 4, 8, 3)), st.randoms())
-def test_random_arrays(case, random):
+@pytest.mark.parametrize("seed", seeds(times=5))
+def test_random_arrays(seed):
     """A placed array, on devices in any order, against JAX's own map from devices to indices."""
-    text, shape, sizes = case
+    draw = Random(seed)
+    text, shape, sizes = placed(draw, 8, (1, 2, 4, 8, 3))
     layout = Layout(text).without(*Layout(text).unreduced)
-    devices = random.sample(jax.devices(), math.prod(sizes.values()))
+    devices = draw.sample(jax.devices(), math.prod(sizes.values()))
     mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
     x = jax.device_put(np.zeros(shape, np.float32), NamedSharding(mesh, layout.spec))
     picture = spmd.visualize(x)

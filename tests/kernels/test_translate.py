@@ -1,6 +1,7 @@
 """Errors in a body: the user's own stay as they are, and ours name the layer that was called."""
 
 import contextlib
+import inspect
 import traceback
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import spmd
 from spmd import errors, nn
-from spmd.kernels import _kernel
+from spmd.kernels import Kernel
 
 ROWS = "b/dp d -> b/dp d"
 
@@ -136,7 +137,7 @@ def test_a_traceback_has_the_users_lines(mesh):
         with pytest.raises(spmd.errors.SpmdError) as caught:
             kernel(jnp.ones((4, 8)))
         files = files_of(caught.value)
-        assert [file for file in files if file != __file__] == [_kernel.__file__], files
+        assert [file for file in files if file != __file__] == [inspect.getfile(Kernel)], files
         assert files.count(__file__) == own and caught.value.__context__ is None
 
 
