@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from spmd._jaxprs.walker import axes_of, equations, opened
+from spmd._jaxprs.walker import Equation, axes_of, equations, opened
 
 Factors = Mapping[str, tuple[int, int]]  # of an axis: how many groups of neighbours it has, and how large each is
 _AXES = frozenset(("axis_name", "axes", "newly_manual_axes", "manual_axes", "axis_names", "auto"))
@@ -43,7 +43,7 @@ def in_factors(jaxpr: Any, factors: Factors) -> Any:
     return made if inner is jaxpr else jaxpr.replace(jaxpr=made)
 
 
-def _factors(eqn: Any, count: int) -> tuple[int, int] | None:
+def _factors(eqn: Equation, count: int) -> tuple[int, int] | None:
     """Return how many groups of neighbours there are, and how large they are; the equation is within these or across
     them."""
     groups = np.asarray(eqn.params["axis_index_groups"])
@@ -53,7 +53,7 @@ def _factors(eqn: Any, count: int) -> tuple[int, int] | None:
     return (size, count // size) if np.array_equal(groups, np.arange(count).reshape(size, -1).T) else None
 
 
-def _params(eqn: Any, factors: Factors) -> dict[str, Any]:
+def _params(eqn: Equation, factors: Factors) -> dict[str, Any]:
     params, groups = dict(eqn.params), eqn.params.get("axis_index_groups")
     if groups is not None:
         [axis] = axes_of(eqn)

@@ -14,6 +14,7 @@ from typing import Any, Self
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
+from spmd._jaxprs.walker import Equation
 from spmd.errors import Fix
 from spmd.language import Layout
 
@@ -54,7 +55,7 @@ class Gather:
     chosen: bool = False
 
 
-def gather_around(eqn: Any, callers: Sequence[Any] = ()) -> Gather | None:
+def gather_around(eqn: Equation, callers: Sequence[Equation] = ()) -> Gather | None:
     """The call that gathers which an equation is a part of, where a kernel is traced again because of it."""
     names = (name for one in (eqn, *reversed(callers)) for _, name in reversed(_compat.name_stack(one)))
     return next((name.gather for name in names if isinstance(name, CallName) and name.gather), None)
@@ -118,7 +119,7 @@ class WindowName(str):
         return self
 
 
-def per_shard_reason(eqn: Any, callers: Sequence[Any] = ()) -> str | None:
+def per_shard_reason(eqn: Equation, callers: Sequence[Equation] = ()) -> str | None:
     """Return why an equation is meant per shard: the reason of its innermost `per_shard`. None if there is none around
     it.
 
@@ -162,7 +163,7 @@ class KernelName(str):
         return self
 
 
-def kernel_around(callers: Sequence[Any]) -> KernelName | None:
+def kernel_around(callers: Sequence[Equation]) -> KernelName | None:
     """The kernel whose body an equation right inside these ones is: its `shard_map` stands in its own `jit`."""
     name = callers[-1].params.get("name") if callers else None
     return name if isinstance(name, KernelName) else None

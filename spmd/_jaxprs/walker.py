@@ -14,9 +14,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jax.extend.core import Literal, jaxprs_in_params
+
+
+class Variable(Protocol):
+    """A variable of a jaxpr, or a number that stands in one. Its type has a shape and a dtype, but for a token's."""
+
+    @property
+    def aval(self) -> Any: ...
+
+
+class Equation(Protocol):
+    """One equation of a jaxpr, as JAX has it."""
+
+    primitive: Any
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    params: dict[str, Any]
+    source_info: Any
+
+    def replace(self, **changes: Any) -> Equation: ...
 
 
 class Role:
@@ -65,7 +84,7 @@ def opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return inner, consts if len(consts) == len(inner.constvars) else ()
 
 
-def shape_of(atom: Any) -> tuple[int, ...]:
+def shape_of(atom: Variable) -> tuple[int, ...]:
     """The shape of a variable or literal."""
     return getattr(atom.aval, "shape", ())
 
@@ -73,7 +92,7 @@ def shape_of(atom: Any) -> tuple[int, ...]:
 # --- the table ----------------------------------------------------------------------------------------------
 
 
-def _scan(eqn: Any) -> tuple[Held, ...]:
+def _scan(eqn: Equation) -> tuple[Held, ...]:
     jaxpr = eqn.params["jaxpr"]
     body, _ = opened(jaxpr)
     sliced = [len(shape_of(o)) != len(shape_of(i)) for o, i in zip(eqn.invars, body.invars, strict=True)]
@@ -81,7 +100,7 @@ def _scan(eqn: Any) -> tuple[Held, ...]:
     return (Held(jaxpr, Role.LOOP, tuple(range(len(sliced))), tuple(sliced), tuple(stacked)),)
 
 
-def _while(eqn: Any) -> tuple[Held, ...]:
+def _while(eqn: Equation) -> tuple[Held, ...]:
     n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carries = tuple(range(n_test + n_body, len(eqn.invars)))
     test = Held(eqn.params["cond_jaxpr"], Role.TEST, (*range(n_test), *carries))
@@ -90,12 +109,12 @@ def _while(eqn: Any) -> tuple[Held, ...]:
     return test, body
 
 
-def _cond(eqn: Any) -> tuple[Held, ...]:
+def _cond(eqn: Equation) -> tuple[Held, ...]:
     given = tuple(range(1, len(eqn.invars)))
     return tuple(Held(branch, Role.BRANCH, given, number=i) for i, branch in enumerate(eqn.params["branches"]))
 
 
-def _linear_solve(eqn: Any) -> tuple[Held, ...]:
+def _linear_solve(eqn: Equation) -> tuple[Held, ...]:
     """Only the solver runs. The product that it inverts, and the transposes of both, serve derivatives."""
     found, first = [], 0
     jaxprs, lengths = eqn.params["jaxprs"], eqn.params["const_lengths"]
@@ -113,7 +132,7 @@ def _all(role: str) -> Callable[[Any], tuple[Held, ...]]:
     return lambda eqn: tuple(Held(jaxpr, role) for jaxpr in jaxprs_in_params(eqn.params))
 
 
-def _mapped(eqn: Any) -> tuple[Held, ...]:
+def _mapped(eqn: Equation) -> tuple[Held, ...]:
     return (Held(eqn.params["jaxpr"], Role.MAP, tuple(range(len(eqn.invars)))),)
 
 
@@ -132,7 +151,7 @@ _TABLE: dict[str, Callable[[Any], tuple[Held, ...]]] = {
 _PLAIN = frozenset(("jit", "pjit", "closed_call", "core_call"))
 
 
-def held(eqn: Any) -> tuple[Held, ...]:
+def held(eqn: Equation) -> tuple[Held, ...]:
     """The jaxprs that an equation holds, each with its role."""
     known = _TABLE.get(eqn.primitive.name)
     if known is not None:
@@ -152,7 +171,7 @@ def _in_params(params: Any) -> Iterator[Any]:
                 yield part
 
 
-def _is_callee(jaxpr: Any, eqn: Any) -> bool:
+def _is_callee(jaxpr: Any, eqn: Equation) -> bool:
     inner, _ = opened(jaxpr)
     return _fits(inner.invars, eqn.invars) and _fits(inner.outvars, eqn.outvars)
 
@@ -162,18 +181,18 @@ def _fits(inner: Sequence[Any], outer: Sequence[Any]) -> bool:
     return len(inner) == len(outer) and all(shape_of(a) == shape_of(b) for a, b in zip(inner, outer, strict=True))
 
 
-def call_of(eqn: Any) -> Held | None:
+def call_of(eqn: Equation) -> Held | None:
     """The jaxpr that an equation runs once and whose results are its own, if there is one."""
     return next((one for one in held(eqn) if one.role == Role.CALL), None) if eqn.params else None
 
 
-def plain_call(eqn: Any) -> Any:
+def plain_call(eqn: Equation) -> Any:
     """The jaxpr of an equation that means no more than its jaxpr: no derivative of its own, no rematerialisation."""
     inner = call_of(eqn) if eqn.primitive.name in _PLAIN else None
     return None if inner is None else inner.jaxpr
 
 
-def is_unknown(eqn: Any) -> bool:
+def is_unknown(eqn: Equation) -> bool:
     """Return whether an equation holds jaxprs and the table does not say what it does with them."""
     return bool(eqn.params) and any(one.role == Role.UNKNOWN for one in held(eqn))
 
@@ -186,7 +205,7 @@ _COLLECTIVES = """psum psum_invariant unreduced_psum pmax pmin all_gather all_ga
 COMMUNICATES = frozenset(_COLLECTIVES.split())  # what the devices of an axis enter together
 
 
-def axes_of(eqn: Any) -> tuple[str, ...]:
+def axes_of(eqn: Equation) -> tuple[str, ...]:
     """The mesh axes of a collective, whichever parameter holds them."""
     found = eqn.params.get("axes", eqn.params.get("axis_name", eqn.params.get("axis", ())))
     if isinstance(found, str):
@@ -302,19 +321,19 @@ class Domain:
 
     # --- values -------------------------------------------------------------------------------------------
 
-    def constant(self, var: Any, value: Any) -> Any:
+    def constant(self, var: Variable | None, value: Any) -> Any:
         """A constant of a jaxpr; its value is None where the jaxpr does not hold it."""
         raise NotImplementedError
 
-    def literal(self, atom: Any) -> Any:
+    def literal(self, atom: Variable) -> Any:
         """A number that stands in an equation: a `Literal`."""
         return self.constant(None, atom.val)
 
-    def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation that holds no jaxpr, or one that is part of its own work."""
         raise NotImplementedError
 
-    def unread(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def unread(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation whose jaxprs no walk can read."""
         return self.step(eqn, operands)
 
@@ -348,7 +367,7 @@ class Domain:
         """The stack of the results of a loop's steps. `result` is the variable of the stack."""
         return value
 
-    def decides(self, eqn: Any, predicate: Any) -> None:
+    def decides(self, eqn: Equation, predicate: Any) -> None:
         """A branch is chosen, or a loop goes on, by a value like this one."""
 
     def decided(self, value: Any, predicate: Any) -> Any:
@@ -357,7 +376,7 @@ class Domain:
 
     # --- equations that hold jaxprs -----------------------------------------------------------------------
 
-    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation whose primitive has no rule."""
         parts = held(eqn) if eqn.params else ()
         if not parts or parts[0].role == Role.SCALARS:
@@ -373,7 +392,7 @@ class Domain:
             return self.mapped(eqn, roles[Role.MAP], operands)
         return self.unread(eqn, operands)
 
-    def run(self, eqn: Any, part: Held, operands: Sequence[Any]) -> list[Any]:
+    def run(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr that an equation holds; `operands` are the values of the jaxpr's own inputs."""
         context = self.context()
         key = None if context is None else (id(opened(part.jaxpr)[0]), tuple(operands), context)
@@ -395,22 +414,22 @@ class Domain:
         """
         return None
 
-    def call(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
+    def call(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
         """A call: `jit`, `remat`, a custom rule, a solver."""
         return self.run(eqn, part, part.of(operands))
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
         """A `shard_map`."""
         return self.run(eqn, part, part.of(operands))
 
-    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Any]) -> Sequence[Any]:
+    def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Any]) -> Sequence[Any]:
         """A `cond`, whose first operand decides."""
         predicate = operands[0]
         self.decides(eqn, predicate)
         outs = [self.run(eqn, part, part.of(operands)) for part in parts]
         return [self.decided(functools.reduce(self.join, found), predicate) for found in zip(*outs, strict=True)]
 
-    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Any]) -> Sequence[Any]:
+    def loop(self, eqn: Equation, body: Held, test: Held | None, operands: Sequence[Any]) -> Sequence[Any]:
         """A `scan`, or a `while` with its test: round after round, until the carries are what they become."""
         count = len(body.stacked) - sum(body.stacked)
         whole = zip(body.of(operands), body.of(eqn.invars), body.sliced, strict=True)

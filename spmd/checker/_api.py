@@ -14,7 +14,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import Gather, gather_around
 from spmd._jaxprs.left import left_axes, left_text
 from spmd._jaxprs.lines import called_at, is_ours, is_transposed, line_of, line_of_error
-from spmd._jaxprs.walker import equations, opened, shape_of
+from spmd._jaxprs.walker import Variable, equations, opened, shape_of
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
@@ -234,7 +234,7 @@ def check_body(
     _report(kernel, walk, how, ask)
 
 
-def _seeded(walk: Dataflow, var: Any, state: InState) -> State:
+def _seeded(walk: Dataflow, var: Variable, state: InState) -> State:
     """An input of which only the type is known. How it varies along its axes is not known."""
     partial = frozenset(walk.tracked(state.partial))
     different = frozenset(walk.tracked(state.different)) - partial
@@ -299,7 +299,7 @@ def explain_output(
     return [_facts(walk, state, atom) for state, atom in zip(outs, atoms, strict=True)]
 
 
-def _facts(walk: Dataflow, state: State, atom: Any) -> OutputFacts:
+def _facts(walk: Dataflow, state: State, atom: Variable) -> OutputFacts:
     order = [axis for axis in walk.sizes if axis in walk.wanted]
     gathered = {axis: walk.history.gathers(atom, axis) for axis in order}
     # Along one device nothing differs, and the missing reduction is an error all the same.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from spmd import _compat
 from spmd._jaxprs.lines import is_of_library
-from spmd._jaxprs.walker import opened
+from spmd._jaxprs.walker import Equation, Variable, opened
 
 _ROOMS = ("spmd.fft", "spmd.stencil", "spmd.linalg", "spmd", "spmd.parallel", "spmd.nn")
 # Functions of JAX whose like has another name here.
@@ -97,7 +97,7 @@ def _imported(file: str) -> frozenset[str]:
     return frozenset(one.asname or one.name.partition(".")[0] for one in names)
 
 
-def call_around(eqn: Any, callers: Sequence[Any]) -> Call:
+def call_around(eqn: Equation, callers: Sequence[Equation]) -> Call:
     """Return the user's call that an equation is a part of."""
     inside = list(itertools.takewhile(lambda one: one.primitive.name != "shard_map", reversed(callers)))
     library = next(filter(_runs_library, reversed(inside)), None)
@@ -110,7 +110,7 @@ def call_around(eqn: Any, callers: Sequence[Any]) -> Call:
     return Call(expression, opened(library.params["jaxpr"])[0], (*names[::-1], library.params.get("name", "")))
 
 
-def given_to(walk: Any, atom: Any, call: Call) -> Iterator[Any]:
+def given_to(walk: Any, atom: Variable, call: Call) -> Iterator[Any]:
     """The variables that a call was given, of those that a value of it is made of."""
     outside = lambda *where: not call.is_of(call_around(*where))
     for var in walk.history.behind(atom, outside):
@@ -119,7 +119,7 @@ def given_to(walk: Any, atom: Any, call: Call) -> Iterator[Any]:
             yield var
 
 
-def _runs_library(eqn: Any) -> bool:
+def _runs_library(eqn: Equation) -> bool:
     """Return whether an equation calls a function of a library that was traced alone."""
     jaxpr = eqn.params.get("jaxpr") if eqn.primitive.name in ("jit", "pjit") else None
     file = None if jaxpr is None else getattr(opened(jaxpr)[0].debug_info, "func_filename", None)

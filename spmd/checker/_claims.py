@@ -11,7 +11,7 @@ import spmd.checker._report_equations as report_equations
 import spmd.checker._report_strings as report
 from spmd import _compat
 from spmd._jaxprs.facts import KernelName, per_shard_reason
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._state import (
     FREE,
@@ -81,7 +81,7 @@ def claim_of(layout: Layout) -> Claim:
     return Claim(tuple(sides[0]), tuple(sides[1]), bool(behind), frozenset(layout.axes), unreduced)
 
 
-def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def layout_marker(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Check one layout, and believe it from here on, so that a mistake is reported once."""
     [state] = operands
     if not walk.active:
@@ -108,7 +108,9 @@ def layout_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Sta
     return [_believed(walk, eqn, state, claim, places, scope)]
 
 
-def _check(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]) -> None:
+def _check(
+    walk: Engine, eqn: Equation, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
+) -> None:
     role = eqn.params["role"]
     # A loop that adds in its carry leaves a term of a sum. Types do not see that it adds: a claimed {U:} is believed.
     sums = {("recurrence", axis) for axis in claim.unreduced}
@@ -186,7 +188,7 @@ def _in_order(dim: Dim, factors: tuple[Axes, ...], walk: Engine) -> bool:
     return leading == is_divided(divided[0])
 
 
-def _about_dims(walk: Engine, eqn: Any, state: State, wrong: list[tuple[int, Axes, Axes]]) -> Any:
+def _about_dims(walk: Engine, eqn: Equation, state: State, wrong: list[tuple[int, Axes, Axes]]) -> Any:
     """One finding for all dimensions that do not lie as claimed."""
     i, said, have = wrong[0]
     index = [d for d, dim in enumerate(eqn.params["layout"].dims) if not dim.ellipsis][i]
@@ -204,7 +206,9 @@ def _about_dims(walk: Engine, eqn: Any, state: State, wrong: list[tuple[int, Axe
     return report.lies_otherwise(walk, eqn, state)
 
 
-def _hidden_axes(walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int], scope: frozenset[str]) -> bool:
+def _hidden_axes(
+    walk: Engine, eqn: Equation, state: State, claim: Claim, places: list[int], scope: frozenset[str]
+) -> bool:
     """An axis of the pattern must not hide in `...`."""
     named = frozenset(eqn.params.get("named", ())) | claim.named | claim.unreduced
     rest = [d for i, d in enumerate(state.dims) if i not in (*places, *eqn.params.get("mapped", ()))]
@@ -215,7 +219,7 @@ def _hidden_axes(walk: Engine, eqn: Any, state: State, claim: Claim, places: lis
 
 
 def _check_marks(
-    walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
+    walk: Engine, eqn: Equation, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
 ) -> None:
     """Check what a layout says of the axes that do not divide any of its dimensions."""
     role = eqn.params["role"]
@@ -242,7 +246,7 @@ def _check_marks(
 
 
 def _believed(
-    walk: Engine, eqn: Any, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
+    walk: Engine, eqn: Equation, state: State, claim: Claim, places: list[int] | None, scope: frozenset[str]
 ) -> State:
     """The state as the layout says it."""
     if not walk.trusting:
@@ -299,13 +303,13 @@ def _noted(walk: Engine, state: State, claim: Claim) -> State:
     return walk.kept(state._replace(different=state.different | said, table=None))
 
 
-def assert_equal_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def assert_equal_marker(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """The user's word that the value is equal on these axes, or a plan's: then it is a gathered copy."""
     axes = frozenset(walk.tracked(eqn.params["axes"]))
     return [walk.kept(equal_along(o, axes)._replace(left=None)) for o in operands]
 
 
-def order_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def order_marker(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """In which order a value is, against the order that it came in. What is said here is believed."""
     [state] = operands
     axes = walk.tracked(eqn.params["axes"])
@@ -321,7 +325,7 @@ def order_marker(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[Stat
     return [walk.kept(state._replace(order=orders.made(state, said)))]
 
 
-def arguments_of(eqn: Any, kernel: KernelName | None) -> dict[int, Any]:
+def arguments_of(eqn: Equation, kernel: KernelName | None) -> dict[int, Any]:
     """The arguments of a kernel by their number among the operands of its `shard_map`, as far as these lie like them.
     Constants that JAX hoisted out of the body come first; what it keeps for a gradient is not an argument."""
     if kernel is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd._jaxprs.lines import gradient_line
-from spmd._jaxprs.walker import axes_of, shape_of
+from spmd._jaxprs.walker import Equation, Variable, axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._report_equations import (
     copies_reduced,
@@ -41,7 +41,7 @@ COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
 WRONG = frozenset((*COMPLETES, "position", "sort", "top_k", "product", "fft", "index", "slice", "linear algebra"))
 
 
-def _grouped(eqn: Any) -> bool:
+def _grouped(eqn: Equation) -> bool:
     """A collective within groups leaves the groups different."""
     return eqn.params.get("axis_index_groups") is not None
 
@@ -59,7 +59,7 @@ def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
 # --- reductions ---------------------------------------------------------------------------------------------------
 
 
-def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _reduces(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """psum, pmax, pmin: equal along their axes."""
     axes = walk.tracked(axes_of(eqn))
     if _grouped(eqn):
@@ -75,7 +75,7 @@ def _reduces(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name: str) -> State:
+def _reduced(walk: Engine, eqn: Equation, operand: State, atom: Variable, axes: Axes, name: str) -> State:
     over = frozenset(axes_of(eqn))
     pending = _left(operand, over)
     if name == "psum":
@@ -99,7 +99,7 @@ def _reduced(walk: Engine, eqn: Any, operand: State, atom: Any, axes: Axes, name
     )
 
 
-def _check_copies(walk: Engine, eqn: Any, operand: State, axes: Axes) -> None:
+def _check_copies(walk: Engine, eqn: Equation, operand: State, axes: Axes) -> None:
     """A sum of copies is n times the value. Counting devices, and a mean of copies, are right."""
     equal = [a for a in axes if a not in operand.axes]
     if not equal or operand.zero or operand.table is not None:
@@ -112,7 +112,7 @@ def _check_copies(walk: Engine, eqn: Any, operand: State, axes: Axes) -> None:
 # --- gathers ------------------------------------------------------------------------------------------------------
 
 
-def _gathers(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _gathers(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """all_gather: equal along its axes, the blocks one after another."""
     [operand] = operands
     axes = walk.tracked(axes_of(eqn))
@@ -141,7 +141,7 @@ def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> Sta
     )
 
 
-def _joined(walk: Engine, eqn: Any, operand: State, axes: Axes, dim: int) -> State:
+def _joined(walk: Engine, eqn: Equation, operand: State, axes: Axes, dim: int) -> State:
     """Blocks one after another in dimension `dim`."""
     count = axes_product(axes, walk.sizes)
     joined = _joined_dim(operand.dims[dim], axes, count)
@@ -220,7 +220,7 @@ def _is_whole(cut: Dim | None, axes: Axes) -> bool:
     return cut is not None and (cut[0][1] is FREE or set(axes) <= set(axes_of_dim(cut)))
 
 
-def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _scatters(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """psum_scatter: each device has another block of the sum."""
     axes = walk.tracked(axes_of(eqn))
     if not axes and eqn.params.get("tiled"):  # alone along its axes, which some versions of JAX write otherwise
@@ -242,7 +242,7 @@ def _scatters(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _split(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Our own local slice: this device's block. Its second operand is the block's index."""
     operand, dim, axes = operands[0], eqn.params["dim"], walk.tracked((eqn.params["axis"],))
     if not axes:
@@ -257,7 +257,7 @@ def _split(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return [walk.kept(operand._replace(dims=dims, different=different, table=None))]
 
 
-def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _exchanges(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """all_to_all: one dimension is made whole, and another one divided."""
     axes = walk.tracked(axes_of(eqn))
     if not axes and eqn.params.get("tiled"):
@@ -271,14 +271,14 @@ def _exchanges(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]
     return outs
 
 
-def _ragged(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _ragged(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """ragged_all_to_all: the result depends on the rows, on the buffer that they are written into, and on offsets."""
     rows, axes = operands[0], {axis for operand in operands for axis in operand.axes}
     [out] = eqn.outvars
     return [_unplaced(walk, rows, shape_of(out), (*axes, *walk.tracked(axes_of(eqn))))]
 
 
-def _exchanged(walk: Engine, eqn: Any, operand: State, axes: Axes, shape: Sequence[int]) -> State | None:
+def _exchanged(walk: Engine, eqn: Equation, operand: State, axes: Axes, shape: Sequence[int]) -> State | None:
     if not axes:
         return operand
     split, concat = eqn.params["split_axis"], eqn.params["concat_axis"]
@@ -319,7 +319,7 @@ def _without(dim: Dim, axes: Axes) -> Dim | None:
     return None if at is None else normal([(size, have[:at] + have[at + len(axes) :]), *dim[1:]])
 
 
-def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _permutes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """ppermute: another device's value. Equal values stay equal if every device gets one."""
     axes = walk.tracked(axes_of(eqn))
     count = math.prod(walk.sizes.get(a, 0) for a in axes)
@@ -338,7 +338,7 @@ def _permutes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
-def _indexes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _indexes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """axis_index: a scalar that differs along its axis."""
     out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn)))))
     return walk.counted(eqn, operands, [out])
@@ -347,12 +347,12 @@ def _indexes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 # --- our own --------------------------------------------------------------------------------------------------------
 
 
-def _each(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _each(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """An identity on several values at once."""
     return list(operands)
 
 
-def _retypes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _retypes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Our own casts. A relayout knows what is equal. Opaque code says nothing about its arguments and results."""
     axes, to = frozenset(walk.tracked(eqn.params["axes"])), eqn.params["to"]
     if to in ("hidden", "shown"):
@@ -362,7 +362,7 @@ def _retypes(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return [walk.kept(equal_along(o, axes)) for o in operands]
 
 
-def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _relays(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Our own change of layout, which knows what it makes."""
     [o] = operands
     target = eqn.params["request"].target
@@ -375,7 +375,7 @@ def _relays(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return [walk.kept(State(dims, o.partial - held, different, zero=o.zero))]
 
 
-def _declares_partial(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _declares_partial(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """A cast to JAX's own unreduced type. With it the user says that the value is a partial sum."""
     axes = frozenset(walk.tracked(axes_of(eqn) or eqn.params.get("to_unreduced", ())))
     return [walk.kept(o._replace(partial=o.partial | axes, different=o.different - axes)) for o in operands]

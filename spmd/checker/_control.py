@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import spmd.checker._report_equations as report
-from spmd._jaxprs.walker import COMMUNICATES, Held, axes_of, equations, held, shape_of
+from spmd._jaxprs.walker import COMMUNICATES, Equation, Held, axes_of, equations, held, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding
 from spmd.checker._state import NONE, STEP, Pending, State, axes_of_dim, free, hidden, normal, plain, size_of, unify
@@ -58,7 +58,7 @@ class Control(Engine):
         dims = (leading, *value.dims)
         return self.kept(value._replace(dims=dims, different=different, pending=pending, table=None))
 
-    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
+    def loop(self, eqn: Equation, body: Held, test: Held | None, operands: Sequence[State]) -> Sequence[State]:
         self._loops.append(eqn)
         outs = list(map(self.carried, super().loop(eqn, body, test, operands)))
         self._loops.pop()
@@ -102,7 +102,7 @@ class Control(Engine):
             )
         )
 
-    def decides(self, eqn: Any, predicate: State) -> None:
+    def decides(self, eqn: Equation, predicate: State) -> None:
         """Devices that disagree must not meet a collective that waits for all of them."""
         self._diverged = False
         if not predicate.axes or not self.active:

@@ -13,7 +13,7 @@ from spmd import _compat
 from spmd._jaxprs import walker
 from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import is_differentiated, is_ours
-from spmd._jaxprs.walker import Held, Rule, held, opened, shape_of
+from spmd._jaxprs.walker import Equation, Held, Rule, Variable, held, opened, shape_of
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
 from spmd.checker._collectives import COLLECTIVES
 from spmd.checker._control import Control
@@ -23,7 +23,7 @@ from spmd.checker._state import HIDDEN, NONE, QUIET, Dim, State, axes_of_dim, hi
 from spmd.language import axes_tuple
 
 
-def _pallas(walk: Dataflow, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+def _pallas(walk: Dataflow, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
     """JAX's interpreter of Pallas calls fails on values that vary, and only when the program is lowered."""
     varying = any(_compat.varying_type(result.aval) for result in eqn.outvars)
     if walk.active and varying and eqn.params.get("interpret") is True:
@@ -43,11 +43,11 @@ class Dataflow(Control):
         "spmd_order": order_marker,
     }
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[State]) -> Sequence[State]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[State]) -> Sequence[State]:
         return self.enter(eqn, part, operands, lambda inner: self.run(eqn, part, inner))
 
     def enter(
-        self, eqn: Any, part: Held, operands: Sequence[State], run: Callable[[Sequence[State]], list[State]]
+        self, eqn: Equation, part: Held, operands: Sequence[State], run: Callable[[Sequence[State]], list[State]]
     ) -> list[State]:
         """The body of a kernel: its inputs are what the specs say. Outer axes, if any, stay as they are."""
         body, _ = opened(part.jaxpr)
@@ -66,7 +66,7 @@ class Dataflow(Control):
         ended = zip(outs, eqn.outvars, eqn.params["out_specs"], strict=True)
         return [self._outside(state, own, var, spec) for state, var, spec in ended]
 
-    def _entered(self, state: State, spec: Any, var: Any) -> State:
+    def _entered(self, state: State, spec: Any, var: Variable) -> State:
         """An input of a body. What another body gave, and what lies as it did there, is what it was there."""
         rank = len(shape_of(var))
         entries = _axes_by_dim(spec, rank)
@@ -80,14 +80,14 @@ class Dataflow(Control):
         partial = frozenset(self.tracked(getattr(spec, "unreduced", ()) or ()))
         return self.kept(State(dims, state.partial | partial, state.different - held, zero=state.zero))
 
-    def _outside(self, state: State, own: frozenset[str], var: Any, spec: Any) -> State:
+    def _outside(self, state: State, own: frozenset[str], var: Variable, spec: Any) -> State:
         """Return what a body gave, as a whole array."""
         shape = shape_of(var)
         held = state.axes - own
         dims = tuple(plain(n) if not held else hidden(n) for n in shape)
         return self.kept(State(dims, state.partial - own, frozenset(held - state.partial), left=(state, spec)))
 
-    def _check_raw(self, eqn: Any, outs: Sequence[State]) -> None:
+    def _check_raw(self, eqn: Equation, outs: Sequence[State]) -> None:
         """Specs do not claim anything about whole arrays, so what was done to pieces may be meant."""
         if self.silent(eqn):
             return
@@ -109,7 +109,7 @@ class Dataflow(Control):
             if known and said != have and {*sum(said, ())} == {*sum(have, ())} and not state.different:
                 self.note(eqn, "layout", report.returned_otherwise(self, eqn, index, state, spec), certain=False)
 
-    def _check_returned(self, eqn: Any, outs: Sequence[State]) -> None:
+    def _check_returned(self, eqn: Equation, outs: Sequence[State]) -> None:
         """A partial sum that no layout declares. Among what JAX's derivative keeps of a body it is allowed."""
         if self.silent(eqn) or any(map(is_differentiated, (eqn, *self.callers))):
             return
@@ -167,7 +167,7 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
     own = frozenset(_compat.made_manual(entry)) & (walk.wanted or frozenset(walk.sizes))
     differing: dict[int, frozenset[str]] = {}  # values share their states
 
-    def mistyped(var: Any) -> list[str]:
+    def mistyped(var: Variable) -> list[str]:
         state = walk.known.get(var) if not hasattr(var, "val") else None
         if state is None:
             return []

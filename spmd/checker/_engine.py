@@ -14,7 +14,7 @@ import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
 from spmd._jaxprs.lines import called_at, is_transposed, line_of
-from spmd._jaxprs.walker import Domain, Rule, is_unknown, shape_of
+from spmd._jaxprs.walker import Domain, Equation, Rule, Variable, is_unknown, shape_of
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._linear import LINEAR
@@ -109,32 +109,39 @@ class Engine(Domain):
             self._history = History(self.root, self.arg_names, self.varying, self.arg_layouts)
         return self._history
 
-    def fault(self, eqn: Any, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
+    def fault(self, eqn: Equation, axes: Iterable[str], kind: str, describe: Callable[..., Fault]) -> None:
         """Keep a fault of the user's. Faults in what JAX wrote, and inside our own verbs, are not the user's."""
         axes = [a for a in self.sizes if a in self.checked.intersection(axes)]
         if self.active and axes and not self.silent(eqn):
             self.note(eqn, kind, describe(self, eqn, axes))
 
     def note(
-        self, eqn: Any, kind: str, fault: Fault, *, where: Where | None = None, certain: bool = True, line: str = ""
+        self,
+        eqn: Equation,
+        kind: str,
+        fault: Fault,
+        *,
+        where: Where | None = None,
+        certain: bool = True,
+        line: str = "",
     ) -> None:
         """Keep a finding, with its class and the user's line to blame."""
         line = line or self._line(*(where or (eqn, tuple(self.callers))))
         self.findings.append(found(fault, kind, line, certain))
 
-    def _line(self, eqn: Any, callers: tuple[Any, ...]) -> str:
+    def _line(self, eqn: Equation, callers: tuple[Equation, ...]) -> str:
         """The line of an equation. What this package or JAX wrote has none, and then it is the line that made the
         operand, a call around it, or what the user calls now."""
         made = None if line_of(eqn) or not eqn.invars else self.history.producer(eqn.invars[0])
         near = "" if made is None else line_of(made[0])
         return near or line_of(eqn, callers) or called_at()
 
-    def inside_verb(self, eqn: Any) -> bool:
+    def inside_verb(self, eqn: Equation) -> bool:
         """Return whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""
         scopes, _ = self._around(eqn)
         return not scopes <= {one_line(eqn.params["call"])}
 
-    def silent(self, eqn: Any) -> bool:
+    def silent(self, eqn: Equation) -> bool:
         """Return whether JAX or this package wrote the equation, or it is meant per shard."""
         for one in (eqn, *self.callers):
             scopes, transposed = self._around(one)
@@ -142,7 +149,7 @@ class Engine(Domain):
                 return True
         return False
 
-    def adds_up_gradients(self, eqn: Any) -> bool:
+    def adds_up_gradients(self, eqn: Equation) -> bool:
         """Return whether a gradient that is taken inside a body made a sum that nobody wrote: neither `spmd.grad` nor
         another call of ours is around it."""
         inside = [eqn]
@@ -156,7 +163,7 @@ class Engine(Domain):
         around = list(map(self._around, inside))
         return not written and any(made for _, made in around) and not any(scopes for scopes, _ in around)
 
-    def _around(self, eqn: Any) -> tuple[frozenset[str], bool]:
+    def _around(self, eqn: Equation) -> tuple[frozenset[str], bool]:
         """The scopes of ours that an equation is in, and whether it belongs to a backward pass."""
         stack = eqn.source_info.name_stack
         if id(stack) not in self._stacks:
@@ -165,7 +172,7 @@ class Engine(Domain):
             self._stacks[id(stack)] = (stack, (scopes, is_transposed(eqn)))
         return self._stacks[id(stack)][1]
 
-    def number(self, eqn: Any) -> int:
+    def number(self, eqn: Equation) -> int:
         """The number of an equation that did something to a piece."""
         found = self._numbers.get(id(eqn))
         if found is None:
@@ -195,9 +202,9 @@ class Engine(Domain):
     def context(self) -> Hashable:
         return self.active, self.checked
 
-    def constant(self, var: Any, value: Any) -> State:
+    def constant(self, var: Variable | None, value: Any) -> State:
         """A value that the jaxpr closed over: an array, or a value of the trace around it."""
-        if value is None:
+        if value is None and var is not None:
             return self.kept(State(tuple(hidden(n) for n in shape_of(var))))
         if not isinstance(value, jax.core.Tracer):
             return self.kept(constant_state(value))
@@ -205,7 +212,7 @@ class Engine(Domain):
         different = frozenset(self.tracked(_compat.varying_axes(value))) - partial
         return self.kept(State(tuple(hidden(n) for n in value.shape), partial, different))
 
-    def literal(self, atom: Any) -> State:
+    def literal(self, atom: Variable) -> State:
         value = atom.val
         if not hasattr(value, "dtype") or np.ndim(value):
             return self.kept(constant_state(value))
@@ -224,22 +231,22 @@ class Engine(Domain):
     def unknown_like(self, value: State) -> State:
         return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
 
-    def unknown(self, eqn: Any, operands: Sequence[State]) -> list[State]:
+    def unknown(self, eqn: Equation, operands: Sequence[State]) -> list[State]:
         """The results of an equation that no rule knows. They may differ wherever an operand does."""
         different = NONE.union(*(o.axes for o in operands))
         return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
 
     # --- equations -------------------------------------------------------------------------------------------
 
-    def equation(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    def equation(self, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
         """Most equations are in the table. Those do not hold a jaxpr, so the walk need not look for one."""
         entry = TABLE.get(eqn.primitive.name)
         return super().equation(eqn, operands) if entry is None else self._by_table(entry, eqn, operands)
 
-    def step(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    def step(self, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
         return self.unknown(eqn, operands)  # the table does not have it
 
-    def _by_table(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    def _by_table(self, entry: Entry, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
         name = eqn.primitive.name
         same = _unchanged(operands) if entry.says == "elementwise" else None
         if same is not None:
@@ -265,7 +272,7 @@ class Engine(Domain):
             self._memo[key] = operands, outs
         return outs
 
-    def counted(self, eqn: Any, operands: Sequence[State], outs: list[State]) -> list[State]:
+    def counted(self, eqn: Equation, operands: Sequence[State], outs: list[State]) -> list[State]:
         """The results, with the integers that each device holds where shapes and `axis_index` decide them."""
         if any(o.table is None for o in operands):
             return outs
@@ -289,7 +296,7 @@ class Engine(Domain):
         known = {"zero": state.zero, "table": table, "order": state.order}
         return self.kept(State(tuple(dims), different=different, pending=pending, **known))
 
-    def _apply(self, entry: Entry, eqn: Any, operands: Sequence[State]) -> list[State]:
+    def _apply(self, entry: Entry, eqn: Equation, operands: Sequence[State]) -> list[State]:
         m, known = entry.map(eqn), len(self.findings)
         labels, lost = self._labels(m, eqn, operands)
         partial, unknown, zero = NONE, NONE, False
@@ -331,7 +338,7 @@ class Engine(Domain):
         order = self._ordered(m, eqn, operands, result[0]) if any(o.order for o in operands) else NONE
         return [self.kept(State(dims, *rest, order=order)) for dims in result]
 
-    def _ordered(self, m: Map, eqn: Any, operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Any]:
+    def _ordered(self, m: Map, eqn: Equation, operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Any]:
         """In which order the elements of the result lie. Those that are combined should lie in one order."""
         differ = orders.differing(operands)
         if differ is not None:
@@ -340,7 +347,7 @@ class Engine(Domain):
         passed = [dim for dim, label in zip(dims, m.result, strict=False) if label not in {*m.whole, *m.made}]
         return orders.kept(operands, passed)
 
-    def _labels(self, m: Map, eqn: Any, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
+    def _labels(self, m: Map, eqn: Equation, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
         """The factors of each label, on which all operands must agree."""
         labels: dict[int, Dim] = {}
         free_of: dict[int, frozenset[str]] = {}
@@ -372,7 +379,7 @@ class Engine(Domain):
             self.disagree(eqn, operands, wrong)
         return labels, lost
 
-    def disagree(self, eqn: Any, operands: Sequence[State], dims: Sequence[tuple[Dim, Dim]]) -> None:
+    def disagree(self, eqn: Equation, operands: Sequence[State], dims: Sequence[tuple[Dim, Dim]]) -> None:
         """Two operands lie differently along these dimensions. Numbers known on each device are only numbers."""
         if not self.active or self.silent(eqn) or all(o.table is not None for o in operands):
             return
@@ -389,7 +396,7 @@ class Engine(Domain):
             if len(self.findings) > known:
                 self._blamed[mistake] = self.findings[-1]
 
-    def _said_once(self, eqn: Any, operands: Sequence[State], known: int) -> None:
+    def _said_once(self, eqn: Equation, operands: Sequence[State], known: int) -> None:
         """A sum that is never completed is one mistake, however often it is used in one way, or on one line."""
         sums = [self.history.sum_behind(atom) for atom, o in zip(eqn.invars, operands, strict=True) if o.partial]
         for one in self.findings[known:]:
@@ -398,11 +405,11 @@ class Engine(Domain):
                 if first != one and first in self.findings[:known] and one in self.findings:
                     self.findings.remove(one)
 
-    def random(self, atom: Any, state: State) -> bool:
+    def random(self, atom: Variable, state: State) -> bool:
         """Return whether a value is noise of one key that every device has."""
         return not state.axes and any(self.history.made_by(atom, name) for name in RANDOM)
 
-    def _reduced(self, m: Map, eqn: Any, labels: Mapping[int, Dim]) -> tuple[frozenset[str], frozenset[Pending]]:
+    def _reduced(self, m: Map, eqn: Equation, labels: Mapping[int, Dim]) -> tuple[frozenset[str], frozenset[Pending]]:
         """The axes that a sum runs over, and what else was done to a piece."""
         summed: set[str] = set()
         pending: set[Pending] = set()
@@ -417,7 +424,7 @@ class Engine(Domain):
                 pending.update(Pending(kind, axis, self.number(eqn)) for axis in axes if self.wide(axis))
         return frozenset(summed), frozenset(pending)
 
-    def _result_dims(self, m: Map, labels: Mapping[int, Dim], var: Any) -> tuple[Dim, ...]:
+    def _result_dims(self, m: Map, labels: Mapping[int, Dim], var: Variable) -> tuple[Dim, ...]:
         shape = shape_of(var)
         out = [self._result_dim(m, label, labels, size) for label, size in zip(m.result, shape, strict=False)]
         return (*out, *map(plain, shape[len(out) :]))
@@ -442,7 +449,7 @@ class Engine(Domain):
         axes = axes_of_dim(dim)
         return not axes or any(map(self.wide, axes))
 
-    def unread(self, eqn: Any, operands: Sequence[State]) -> Sequence[State]:
+    def unread(self, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
         if not is_unknown(eqn):
             return self.step(eqn, operands)
         pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
@@ -488,7 +495,7 @@ def _together(operands: Sequence[State]) -> State:
     return State((), partial, different, pending, zero)
 
 
-def _left_out(eqn: Any, operands: Sequence[State]) -> frozenset[str]:
+def _left_out(eqn: Equation, operands: Sequence[State]) -> frozenset[str]:
     """The axes along which some devices, by their number, leave out all that others have: it is zero there."""
     name = eqn.primitive.name
     chooses = name == "select_n" and any(case.zero for case in operands[1:])

@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import is_transposed, line_of
-from spmd._jaxprs.walker import Domain, Held, Role, axes_of, held, opened, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Role, Variable, axes_of, held, opened, walk
 from spmd.language import Layout, axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
@@ -39,7 +39,7 @@ class Origin:
     axis: str
     label: str = ""
     eqn: Any = None
-    callers: tuple[Any, ...] = ()
+    callers: tuple[Equation, ...] = ()
 
 
 class History(Domain):
@@ -75,7 +75,7 @@ class History(Domain):
 
     # --- the walk
 
-    def constant(self, var: Any, value: Any) -> Atoms:
+    def constant(self, var: Variable | None, value: Any) -> Atoms:
         return () if var is None else (var,)
 
     def join(self, one: Atoms, other: Atoms) -> Atoms:
@@ -84,10 +84,10 @@ class History(Domain):
     def decided(self, value: Atoms, predicate: Atoms) -> Atoms:
         return self.join(value, predicate)
 
-    def step(self, eqn: Any, operands: Sequence[Atoms]) -> list[Atoms]:
+    def step(self, eqn: Equation, operands: Sequence[Atoms]) -> list[Atoms]:
         return [()] * len(eqn.outvars)
 
-    def equation(self, eqn: Any, operands: Sequence[Atoms]) -> list[Atoms]:
+    def equation(self, eqn: Equation, operands: Sequence[Atoms]) -> list[Atoms]:
         self.order.setdefault(id(eqn), len(self.order))
         callers = tuple(self.callers)
         for i, (var, atoms) in enumerate(zip(eqn.outvars, super().equation(eqn, operands), strict=True)):
@@ -95,7 +95,7 @@ class History(Domain):
             self._add(var, atoms)
         return [(var,) for var in eqn.outvars]
 
-    def run(self, eqn: Any, part: Held, operands: Sequence[Atoms]) -> list[Atoms]:
+    def run(self, eqn: Equation, part: Held, operands: Sequence[Atoms]) -> list[Atoms]:
         inputs = opened(part.jaxpr)[0].invars
         if part.role == Role.MAP:
             self._label(eqn, inputs)
@@ -104,11 +104,11 @@ class History(Domain):
                 self._add(var, atoms)
         return super().run(eqn, part, [(var,) for var in inputs])
 
-    def _add(self, var: Any, atoms: Atoms) -> None:
+    def _add(self, var: Variable, atoms: Atoms) -> None:
         if atoms:
             self.made_of[var] = self.join(self.made_of.get(var, ()), atoms)
 
-    def _label(self, eqn: Any, inputs: Sequence[Any]) -> None:
+    def _label(self, eqn: Equation, inputs: Sequence[Any]) -> None:
         """Record what messages call the inputs of a body, and what strings say of them."""
         kernel = kernel_around(tuple(self.callers))
         leaves = kernel.arguments if kernel else ()
@@ -123,7 +123,7 @@ class History(Domain):
 
     # --- questions
 
-    def behind(self, atom: Any, stop: Callable[[Any, tuple[Any, ...]], bool] | None = None) -> Iterator[Any]:
+    def behind(self, atom: Variable, stop: Callable[[Any, tuple[Any, ...]], bool] | None = None) -> Iterator[Any]:
         """The variables that a value is made of, nearest first. `stop(eqn, callers)` ends the way back."""
         seen: set[Any] = set()
         todo = collections.deque([atom])
@@ -138,12 +138,12 @@ class History(Domain):
                 continue
             todo += self.operands(var)
 
-    def operands(self, var: Any) -> Sequence[Any]:
+    def operands(self, var: Variable) -> Sequence[Any]:
         """Return what a value is made of at once."""
         made = self.made.get(var)
         return self.made_of.get(var, made[0].invars if made is not None else ())
 
-    def sources(self, atom: Any, axis: str) -> list[Origin]:
+    def sources(self, atom: Variable, axis: str) -> list[Origin]:
         """Return why a value differs along an axis, oldest first."""
         found: dict[Any, Origin] = {}
         marks: list[Origin] = []
@@ -166,11 +166,11 @@ class History(Domain):
         made_ones = sorted((o for o in found.values() if o.eqn is not None), key=lambda o: self.order[id(o.eqn)])
         return [*inputs, *made_ones] or marks[-1:]
 
-    def gathers(self, atom: Any, axis: str) -> list[Origin]:
+    def gathers(self, atom: Variable, axis: str) -> list[Origin]:
         """The gathers that made a value equal along an axis."""
         found: dict[int, Origin] = {}
 
-        def ends(eqn: Any, _: Any) -> bool:
+        def ends(eqn: Equation, _: Any) -> bool:
             return axis in (*axes_of(eqn), *eqn.params.get("moving", ())) and eqn.primitive.name in _GATHERED
 
         for var in self.behind(atom, ends):
@@ -182,11 +182,11 @@ class History(Domain):
                     found[id(eqn)] = Origin("gather", axis, "", eqn, callers)
         return sorted(found.values(), key=lambda o: self.order[id(o.eqn)])
 
-    def made_by(self, atom: Any, name: str) -> bool:
+    def made_by(self, atom: Variable, name: str) -> bool:
         """Return whether an equation of this primitive is among those that made a value."""
         return any(var in self.made and self.made[var][0].primitive.name == name for var in self.behind(atom))
 
-    def declared(self, atom: Any, axes: Sequence[str]) -> bool:
+    def declared(self, atom: Variable, axes: Sequence[str]) -> bool:
         """Return whether a string says that a value, or what it is made of, is a partial sum along these axes."""
         for var in self.behind(atom):
             made = self.made.get(var)
@@ -195,7 +195,7 @@ class History(Domain):
                 return True
         return False
 
-    def sum_behind(self, atom: Any) -> Any:
+    def sum_behind(self, atom: Variable) -> Any:
         """The value that another one is a multiple of, in another shape."""
         while (made := self.producer(atom)) is not None:
             operands = [x for x in made[0].invars if not isinstance(x, Literal)]
@@ -204,7 +204,7 @@ class History(Domain):
             [atom] = operands
         return atom
 
-    def only_for_derivatives(self, var: Any) -> bool:
+    def only_for_derivatives(self, var: Variable) -> bool:
         """Return whether only a backward pass reads a value."""
         return var not in self._read_forward
 
@@ -223,12 +223,12 @@ class History(Domain):
             todo += new
         return read
 
-    def producer(self, atom: Any) -> tuple[Any, tuple[Any, ...]] | None:
+    def producer(self, atom: Variable) -> tuple[Any, tuple[Any, ...]] | None:
         """The equation that made a value, and the equations around it."""
         made = None if isinstance(atom, Literal) else self.made.get(atom)
         return None if made is None else (made[0], made[2])
 
-    def line(self, atom: Any) -> str:
+    def line(self, atom: Variable) -> str:
         """The nearest line of the user's among those that made a value."""
         made = (self.made[var][0] for var in self.behind(atom) if var in self.made)
         return next(filter(None, map(line_of, made)), "")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from spmd._jaxprs.walker import Equation
 from spmd.checker._report_equations import mixed_blocks, mixed_sum, nonlinear_use, scaled_by_different
 from spmd.checker._state import NONE, State
 from spmd.checker._table import rounds
@@ -18,24 +19,24 @@ Linear = tuple[Axes, Axes, bool]
 LinearRule = Callable[[Any, Any, Sequence[State]], Linear]
 
 
-def _faulty(walk: Any, eqn: Any, axes: Axes, kind: str, describe: Any) -> Linear:
+def _faulty(walk: Any, eqn: Equation, axes: Axes, kind: str, describe: Any) -> Linear:
     walk.fault(eqn, axes, kind, describe)
     return NONE, axes, False
 
 
-def forgets(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def forgets(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """The result is not marked."""
     return NONE, frozenset().union(*(o.partial for o in operands)), False
 
 
-def passes(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def passes(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """Linear in the first operand. The other operands say where to look."""
     first = operands[0]
     moved = frozenset().union(*(o.axes for o in operands[1:])) & first.partial
     return first.partial - moved, moved, first.zero
 
 
-def fetches(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def fetches(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """As `passes`. A number that stands in for elements outside of the array is added once per device."""
     fill = eqn.params.get("fill_value")
     if operands[0].partial and not operands[0].zero and fill and fill == fill:  # NaN remains NaN
@@ -43,7 +44,7 @@ def fetches(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return passes(walk, eqn, operands)
 
 
-def converts(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def converts(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """A change of type is linear unless it rounds."""
     [operand] = operands
     if operand.partial and not operand.zero and rounds(eqn):
@@ -51,7 +52,7 @@ def converts(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return operand.partial, NONE, operand.zero
 
 
-def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def sums(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """A sum (or a concatenation, or a choice): all terms are partial sums, or zero."""
     terms = [o for o in operands if not o.zero]
     partial: Axes = frozenset().union(*(o.partial for o in operands))
@@ -68,12 +69,12 @@ def sums(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return partial - lost, lost, False
 
 
-def writes(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def writes(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """As `sums`, of an array and of what is written over some of its elements."""
     return sums(walk, eqn, operands[:2])
 
 
-def selects(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def selects(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """A choice by an equal predicate. Its cases are added up."""
     predicate, cases = operands[0], operands[1:]
     if predicate.partial and not predicate.zero:
@@ -86,7 +87,7 @@ def selects(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return partial - moved, lost | moved, zero
 
 
-def product(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def product(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """A product is linear in one factor while the others are equal."""
     if any(o.zero for o in operands):
         return NONE, NONE, True
@@ -103,7 +104,7 @@ def product(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return partial - unknown, partial & unknown, False
 
 
-def quotient(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def quotient(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """Linear in the numerator only. A quotient of integers is not linear in either."""
     if operands[1].partial:
         return curved(walk, eqn, operands[1:])
@@ -113,7 +114,7 @@ def quotient(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
     return partial, lost, zero and operands[0].zero
 
 
-def curved(walk: Any, eqn: Any, operands: Sequence[State]) -> Linear:
+def curved(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """f of a partial sum is not a partial sum of f."""
     wrong: Axes = frozenset().union(*(o.partial for o in operands if not o.zero))
     if wrong:

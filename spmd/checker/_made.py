@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from spmd._jaxprs.walker import call_of, opened, shape_of
+from spmd._jaxprs.walker import Equation, Variable, call_of, opened, shape_of
 from spmd.checker._calls import Call, call_around
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
 from spmd.checker._table import TABLE, rounds
@@ -85,7 +85,7 @@ _REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "prod": "prod", "and": 
 _PENDING = frozenset(("max", "min", "product", "all", "any"))
 
 
-def place_of(walk: Any, atom: Any, state: State) -> Place | None:
+def place_of(walk: Any, atom: Variable, state: State) -> Place | None:
     """Return how a value lies and what it was made by; None where that is not known."""
     if state.different or any(p.kind not in _PENDING for p in state.pending):
         return None
@@ -102,12 +102,12 @@ def place_of(walk: Any, atom: Any, state: State) -> Place | None:
     return Place(dims, made, at.counts(), argument and argument[0])
 
 
-def reduction_of(walk: Any, atom: Any) -> Made | None:
+def reduction_of(walk: Any, atom: Variable) -> Made | None:
     """The reduction over a divided dimension that a value is a part of; None where that is not known."""
     return _At(walk, atom).reduction()
 
 
-def operation_of(walk: Any, atom: Any) -> str | None:
+def operation_of(walk: Any, atom: Variable) -> str | None:
     """Return whether a partial sum is a "sum" or a "mean" of what each device has; None where that is not known."""
     at = _At(walk, atom)
     if (reduction := at.reduction()) is not None:
@@ -117,7 +117,7 @@ def operation_of(walk: Any, atom: Any) -> str | None:
     return "sum" if made is not None and made[0].primitive.name in ("reduce_sum", "dot_general") else None
 
 
-def is_moved(eqn: Any) -> bool:
+def is_moved(eqn: Equation) -> bool:
     """Return whether an equation gives the numbers that it is given."""
     return eqn.primitive.name in (*_SAME, *_SHAPED)
 
@@ -128,14 +128,14 @@ def lying(state: State) -> Place:
     return Place(dims, Made("sum", state.partial) if state.partial else None)
 
 
-def _whole(walk: Any, atom: Any) -> bool:
+def _whole(walk: Any, atom: Variable) -> bool:
     """Return whether an equal value is as large as whole arguments. Of another shape, as noise, it may be a block."""
     made = [(var, walk.history.made.get(var)) for var in walk.history.behind(atom)]
     argument = lambda var: var in walk.history.arguments or bool(walk.history.made_of.get(var))
     return all(argument(var) if one is None else _keeps_sizes(one[0]) for var, one in made)
 
 
-def _keeps_sizes(eqn: Any) -> bool:
+def _keeps_sizes(eqn: Equation) -> bool:
     name = eqn.primitive.name
     if name in _RULES or name in ("all_gather", "all_gather_invariant", "spmd_split") or call_of(eqn) is not None:
         return True
@@ -151,7 +151,7 @@ class _At:
     """A variable, and the calls whose jaxprs it is in: the same jaxpr may be called from several places."""
 
     walk: Any
-    atom: Any
+    atom: Variable
     calls: tuple[Any, ...] = ()
 
     def made(self) -> tuple[Any, _At] | None:
@@ -195,7 +195,7 @@ class _At:
         arguments = self.walk.history.arguments.items()
         return next((layout for var, (_, layout) in arguments if alike(var, layout)), None)
 
-    def callers_of(self, eqn: Any) -> tuple[Any, ...]:
+    def callers_of(self, eqn: Equation) -> tuple[Any, ...]:
         """The equations around an equation that reads it."""
         made = self.walk.history.made.get(eqn.outvars[0])
         return self.calls or (made[2] if made else ())
@@ -272,46 +272,46 @@ def _as_said(layout: Layout, state: State | None) -> bool:
 # --- one primitive ------------------------------------------------------------------------------------------
 
 
-def _follow(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _follow(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     return ins[0].reduction()
 
 
-def _changed(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _changed(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     """The reduction behind a value that was changed. The argument's name does not describe this value."""
     made = ins[0].reduction()
     return made and replace(made, name=None)
 
 
-def _reshaped(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _reshaped(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     """The reduction behind a value of another shape: each element still has as many terms."""
     made = ins[0].reduction()
     return made and (made if shape_of(eqn.outvars[0]) == made.with_ones else replace(made, name=None))
 
 
-def _converted(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _converted(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     """The sum of rounded parts is not the rounded sum."""
     return None if rounds(eqn) else _changed(eqn, ins)
 
 
-def _retyped(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _retyped(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     return None if eqn.params["to"] == "hidden" else ins[0].reduction()
 
 
-def _marked(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _marked(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     layout, made = eqn.params["layout"], ins[0].reduction()
     if layout.unreduced:
         return made if made is not None and made.op == "sum" else Made("sum")
     return made if layout.has_ellipsis else None
 
 
-def _sum(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _sum(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     """A sum of parts of the same kind is one too."""
     ops = {made and made.op for made in (one.reduction() for one in ins)}
     [op] = ops if len(ops) == 1 else [None]
     return Made(op) if op in ("sum", "mean") else None
 
 
-def _product(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _product(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     """A part times a value that is equal on all devices is a part. Divided by the number of its terms it is a mean."""
     first, second = ins
     if eqn.primitive.name == "mul" and first.whole():
@@ -326,7 +326,7 @@ def _product(eqn: Any, ins: Sequence[_At]) -> Made | None:
 
 
 def _reduced(op: str) -> Callable[[Any, Sequence[_At]], Made | None]:
-    def rule(eqn: Any, ins: Sequence[_At]) -> Made | None:
+    def rule(eqn: Equation, ins: Sequence[_At]) -> Made | None:
         gone, state = tuple(eqn.params["axes"]), ins[0].state()
         if state is None or any(_axes(state.dims[d]) is None for d in gone):
             return None
@@ -342,7 +342,7 @@ def _reduced(op: str) -> Callable[[Any, Sequence[_At]], Made | None]:
     return rule
 
 
-def _contracted(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _contracted(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     states = [one.state() for one in ins]
     known = all(state is not None and not (state.partial or state.pending or state.different) for state in states)
     if not known or states[0] is None:
@@ -352,7 +352,7 @@ def _contracted(eqn: Any, ins: Sequence[_At]) -> Made | None:
     return Made("sum", axes, shape=shape_of(eqn.invars[0]), dims=tuple(gone))
 
 
-def _summed(eqn: Any, ins: Sequence[_At]) -> Made | None:
+def _summed(eqn: Equation, ins: Sequence[_At]) -> Made | None:
     made = ins[0].reduction()
     return Made("sum") if made is not None and made.op == "sum" else None
 

@@ -11,7 +11,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.callers import layers_of, rather_told
 from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, Variable, shape_of
 from spmd.checker._calls import Call, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
 from spmd.checker._state import Pending, State, axes_of_dim
@@ -65,7 +65,7 @@ def _of_a_call(walk: Any, pending: Pending) -> str | None:
 
 
 @if_possible
-def place_at(walk: Any, eqn: Any) -> Place | None:
+def place_at(walk: Any, eqn: Equation) -> Place | None:
     """Return how the operand of a layout's marker lies, and what it was made by."""
     atom = eqn.invars[0]
     state = None if isinstance(atom, Literal) else walk.known.get(atom)  # unknown where another domain does the walk
@@ -73,7 +73,7 @@ def place_at(walk: Any, eqn: Any) -> Place | None:
 
 
 @if_possible
-def as_it_says(walk: Any, eqn: Any, place: Place | None) -> Fix | None:
+def as_it_says(walk: Any, eqn: Equation, place: Place | None) -> Fix | None:
     """The call that makes a value lie as its layout says; None where no call is sure to."""
     if place is None:
         return None
@@ -100,7 +100,7 @@ def _of_argument(made: Made, call: str, keeps: bool = False) -> Fix | None:
 
 
 @if_possible
-def between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
+def between(eqn: Equation, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
     """The verb from one layout to another, on the value of a marker."""
     verb = verb_for(have, wanted)
     if verb == "nothing":
@@ -110,7 +110,7 @@ def between(eqn: Any, have: Layout, wanted: Layout, name: str | None = None) -> 
 
 
 @if_possible
-def iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
+def iota(walk: Any, eqn: Equation, dim: int) -> Fix | None:
     """The positions of the whole array, where the arange is as long as a block."""
     aval, layout = eqn.invars[0].aval, eqn.params["layout"]
     atoms = layout.dims[dim].atoms
@@ -125,7 +125,7 @@ def iota(walk: Any, eqn: Any, dim: int) -> Fix | None:
 
 
 @if_possible
-def block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> str:
+def block_of_what(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> str:
     """Advice for equal values that stand where blocks are meant: where they became equal, or how blocks are made."""
     gathers = [line_of(o.eqn, o.callers) for axis in axes for o in walk.history.gathers(eqn.invars[0], axis)]
     if any(gathers):
@@ -141,7 +141,7 @@ def block_of_what(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> str
 
 
 @if_possible
-def what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
+def what_it_may_be(eqn: Equation, axes: Sequence[str], place: Place | None) -> str:
     """Advice for a value that differs: what can be ruled out is not offered."""
     layout = eqn.params["layout"].without_brackets()
     plain = written(eqn, layout)
@@ -168,7 +168,7 @@ def what_it_may_be(eqn: Any, axes: Sequence[str], place: Place | None) -> str:
 
 
 @if_possible
-def rather(walk: Any, eqn: Any, fix: Fix | None) -> str | None:
+def rather(walk: Any, eqn: Equation, fix: Fix | None) -> str | None:
     """Advice in place of a fix that sends more than is needed, or that nobody can write into a layer."""
     layout = eqn.params["layout"]
     have = lying(walk.known[eqn.invars[0]]).like(layout)
@@ -182,7 +182,7 @@ def rather(walk: Any, eqn: Any, fix: Fix | None) -> str | None:
     return rather_told(layers[-1], shown, str(fix)) if sends else f"{fix} of the array that {layers[-1]} is given"
 
 
-def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> str | None:
+def _in_the_string(eqn: Equation, layout: Layout, have: Layout, fix: Fix | None) -> str | None:
     """Return what the string of a call, or a keyword of it, should say of a value that lies otherwise."""
     wrong = [(d, h) for d, h in zip(layout.dims, have.dims, strict=True) if d.axes != h.axes]
     for dim, lies in wrong:
@@ -207,7 +207,7 @@ def _in_the_string(eqn: Any, layout: Layout, have: Layout, fix: Fix | None) -> s
     return None
 
 
-def partial_operands(walk: Any, eqn: Any, axes: Sequence[str]) -> list[Any]:
+def partial_operands(walk: Any, eqn: Equation, axes: Sequence[str]) -> list[Any]:
     """The operands that are partial sums."""
     operands = [atom for atom in eqn.invars if not isinstance(atom, Literal) and atom in walk.known]
     return [atom for atom in operands if walk.known[atom].partial & {*axes}]
@@ -241,7 +241,7 @@ def summed_in(walk: Any, atom: Any, call: Call) -> bool:
 
 
 @if_possible
-def reduced(walk: Any, atom: Any, call: Call) -> Fix | str | None:
+def reduced(walk: Any, atom: Variable, call: Call) -> Fix | str | None:
     """The mean or the sum over a whole dimension, in place of that of each device's own block: a line to paste where it
     is known how the user writes the array, else advice. The call that uses it may have broadcast it."""
     made = reduction_of(walk, atom)
@@ -252,7 +252,7 @@ def reduced(walk: Any, atom: Any, call: Call) -> Fix | str | None:
 
 
 @if_possible
-def completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
+def completed_first(walk: Any, eqn: Equation, axes: Sequence[str]) -> str:
     """Advice for a partial sum that is used before it is complete. To psum a mean of pieces would add up the means."""
     total = f'psum(<the partial sum>, "... {marked(axes)} -> ...") before it, and not after'
     ops = {operation_of(walk, atom) for atom in partial_operands(walk, eqn, axes)}
@@ -263,7 +263,7 @@ def completed_first(walk: Any, eqn: Any, axes: Sequence[str]) -> str:
 
 
 @if_possible
-def sent_in_a_byte(walk: Any, eqn: Any, axes: Sequence[str]) -> bool:
+def sent_in_a_byte(walk: Any, eqn: Equation, axes: Sequence[str]) -> bool:
     """Return whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
     parts = {*partial_operands(walk, eqn, axes)}
     made = (one for one, _, _ in walk.history.made.values() if one.primitive.name == "convert_element_type")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from spmd._jaxprs.walker import Domain, Held, equations, opened, shape_of, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, opened, shape_of, walk
 from spmd.checker._engine import Engine
 from spmd.checker._primitives import draws
 from spmd.checker._state import FREE, HIDDEN, STEP, State, axes_of_dim
@@ -41,20 +41,20 @@ class _Noise(Domain):
         self.checked, self.drawn = checked, False
         self.met: set[bool] = set()
 
-    def constant(self, var: Any, value: Any) -> bool:
+    def constant(self, var: Variable | None, value: Any) -> bool:
         return False
 
     def join(self, one: bool, other: bool) -> bool:
         return one and other
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[bool]) -> list[bool]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[bool]) -> list[bool]:
         return self.run(eqn, part, operands)
 
-    def call(self, eqn: Any, part: Held, operands: Sequence[bool]) -> Sequence[bool]:
+    def call(self, eqn: Equation, part: Held, operands: Sequence[bool]) -> Sequence[bool]:
         """A jaxpr may be shared by several calls, so only those that draw are entered."""
         return super().call(eqn, part, operands) if any(map(draws, equations(part.jaxpr))) else self.step(eqn, operands)
 
-    def step(self, eqn: Any, operands: Sequence[bool]) -> list[bool]:
+    def step(self, eqn: Equation, operands: Sequence[bool]) -> list[bool]:
         if draws(eqn) and shape_of(eqn.outvars[0]):  # one number is not one for each element
             drawn = bool(self._state(eqn.outvars[0]).axes)
             self.drawn |= drawn
@@ -65,12 +65,12 @@ class _Noise(Domain):
             self.met.add(_fits(eqn, states, operands))
         return [any(operands) and not others] * len(eqn.outvars)
 
-    def _state(self, atom: Any) -> State:
+    def _state(self, atom: Variable) -> State:
         known = None if hasattr(atom, "val") else self.checked.known.get(atom)
         return known if isinstance(known, State) else State()
 
 
-def _fits(eqn: Any, states: Sequence[State], noisy: Sequence[bool]) -> bool:
+def _fits(eqn: Equation, states: Sequence[State], noisy: Sequence[bool]) -> bool:
     """Return whether random numbers differ along the axes that divide what they meet, and along no others."""
     entry = TABLE.get(eqn.primitive.name)
     labels = entry.map(eqn).operands if entry else [range(len(one.dims)) for one in states]

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, shape_of
 from spmd._trees.leaves import is_key_type
 
 Array = np.ndarray
@@ -48,13 +48,13 @@ def wide_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype)
 
 
-def draws(eqn: Any) -> bool:
+def draws(eqn: Equation) -> bool:
     """Return whether an equation makes numbers of keys."""
     keys = [any(is_key_type(getattr(v.aval, "dtype", None)) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
     return keys == [True, False] and eqn.primitive.name != "random_unwrap"
 
 
-def compute(eqn: Any, lead: int, operands: Sequence[Array], generators: dict[Any, Any]) -> list[Array]:
+def compute(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict[Any, Any]) -> list[Array]:
     """The results of an equation.
 
     Args:
@@ -78,7 +78,7 @@ def compute(eqn: Any, lead: int, operands: Sequence[Array], generators: dict[Any
 # --- by JAX -----------------------------------------------------------------------------------------------------
 
 
-def _asked(eqn: Any, lead: int, operands: Sequence[Array], generators: dict[Any, Any]) -> list[Array]:
+def _asked(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict[Any, Any]) -> list[Array]:
     """The results by JAX's own arithmetic, in a batch of all devices that differ."""
     front = np.broadcast_shapes(*(x.shape[:lead] for x in operands)) if operands else (1,) * lead
     count = math.prod(front)
@@ -139,7 +139,7 @@ def _widened(value: Any) -> Any:
 def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
     """A function of single elements. Numbers without dimensions fit any array."""
 
-    def run(eqn: Any, lead: int, *operands: Array) -> Any:
+    def run(eqn: Equation, lead: int, *operands: Array) -> Any:
         rank = len(shape_of(eqn.outvars[0]))
         return fn(*(x.reshape(x.shape[:lead] + (1,) * rank) if x.ndim == lead < lead + rank else x for x in operands))
 
@@ -163,14 +163,14 @@ def _remainder(x: Array, y: Array) -> Array:
     return np.where(y == 0, x, np.fmod(x, np.where(y == 0, 1, y))) if x.dtype.kind in "iu" else np.fmod(x, y)
 
 
-def _converted(eqn: Any, lead: int, x: Array) -> Array:
+def _converted(eqn: Equation, lead: int, x: Array) -> Array:
     new = eqn.params["new_dtype"]
     if np.iscomplexobj(x) and not jnp.issubdtype(new, jnp.complexfloating):
         x = x.real
     return x.astype(np.bool_) if new == np.bool_ else x.astype(wide_dtype(new))
 
 
-def _bits(eqn: Any, lead: int, x: Array) -> Array:
+def _bits(eqn: Equation, lead: int, x: Array) -> Array:
     """The same bits as another type: those of the program's own type, and not of the one that is held."""
     narrow = x.astype(eqn.invars[0].aval.dtype)
     return np.asarray(jax.lax.bitcast_convert_type(narrow, eqn.params["new_dtype"]))
@@ -181,7 +181,7 @@ def _rounded(params: Any, x: Array) -> Array:
     return np.trunc(x + np.copysign(0.5, x)) if away else np.round(x)
 
 
-def _chosen(eqn: Any, lead: int, which: Array, *cases: Array) -> Array:
+def _chosen(eqn: Equation, lead: int, which: Array, *cases: Array) -> Array:
     rank = len(shape_of(eqn.outvars[0]))
     which = which.reshape(which.shape[:lead] + (1,) * rank) if which.ndim == lead else which
     out = cases[-1]
@@ -219,7 +219,7 @@ _by_element = lambda fn: np.vectorize(fn, otypes=[np.float64])
 
 
 def _reduced(fn: np.ufunc) -> Callable[..., Any]:
-    def run(eqn: Any, lead: int, x: Array) -> Array:
+    def run(eqn: Equation, lead: int, x: Array) -> Array:
         axes = tuple(d + lead for d in eqn.params["axes"])
         if x.size or fn.identity is not None:
             return fn.reduce(x, axis=axes)
@@ -235,7 +235,7 @@ def _largest(pick: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _accumulated(fn: Any) -> Callable[..., Any]:
-    def run(eqn: Any, lead: int, x: Array) -> Array:
+    def run(eqn: Equation, lead: int, x: Array) -> Array:
         axis, turned = eqn.params["axis"] + lead, eqn.params["reverse"]
         out = fn.accumulate(np.flip(x, axis) if turned else x, axis=axis)
         return np.flip(out, axis) if turned else out
@@ -243,7 +243,7 @@ def _accumulated(fn: Any) -> Callable[..., Any]:
     return run
 
 
-def _broadcast(eqn: Any, lead: int, x: Array, *_: Array) -> Array:
+def _broadcast(eqn: Equation, lead: int, x: Array, *_: Array) -> Array:
     shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
     inner = [1] * len(shape)
     for place, n in zip(places, x.shape[lead:], strict=True):
@@ -251,35 +251,35 @@ def _broadcast(eqn: Any, lead: int, x: Array, *_: Array) -> Array:
     return np.broadcast_to(x.reshape((*x.shape[:lead], *inner)), (*x.shape[:lead], *shape))
 
 
-def _reshaped(eqn: Any, lead: int, x: Array, *_: Array) -> Array:
+def _reshaped(eqn: Equation, lead: int, x: Array, *_: Array) -> Array:
     order = eqn.params["dimensions"]  # in which the dimensions are read
     x = x if order is None else x.transpose((*range(lead), *(lead + d for d in order)))
     return x.reshape(x.shape[:lead] + shape_of(eqn.outvars[0]))
 
 
-def _joined(eqn: Any, lead: int, *parts: Array) -> Array:
+def _joined(eqn: Equation, lead: int, *parts: Array) -> Array:
     front = np.broadcast_shapes(*(x.shape[:lead] for x in parts))
     return np.concatenate([np.broadcast_to(x, front + x.shape[lead:]) for x in parts], eqn.params["dimension"] + lead)
 
 
-def _stacked(eqn: Any, lead: int, *parts: Array) -> Array:
+def _stacked(eqn: Equation, lead: int, *parts: Array) -> Array:
     front = np.broadcast_shapes(*(x.shape[:lead] for x in parts))
     return np.stack([np.broadcast_to(x, front + x.shape[lead:]) for x in parts], eqn.params["axis"] + lead)
 
 
-def _parted(eqn: Any, lead: int, x: Array) -> list[Array]:
+def _parted(eqn: Equation, lead: int, x: Array) -> list[Array]:
     ends = np.cumsum(eqn.params["sizes"])[:-1]
     return list(np.split(x, ends, eqn.params["axis"] + lead))
 
 
-def _sliced(eqn: Any, lead: int, x: Array) -> Array:
+def _sliced(eqn: Equation, lead: int, x: Array) -> Array:
     p = eqn.params
     steps = p["strides"] or (1,) * len(p["start_indices"])
     cuts = [slice(*one) for one in zip(p["start_indices"], p["limit_indices"], steps, strict=True)]
     return x[(slice(None),) * lead + tuple(cuts)]
 
 
-def _padded(eqn: Any, lead: int, x: Array, value: Array) -> Array:
+def _padded(eqn: Equation, lead: int, x: Array, value: Array) -> Array:
     config = eqn.params["padding_config"]
     shape = shape_of(eqn.outvars[0])
     front = np.broadcast_shapes(x.shape[:lead], value.shape[:lead])
@@ -302,7 +302,7 @@ def _starts(lead: int, indices: Sequence[Array], room: Sequence[int]) -> tuple[t
     return front, [np.broadcast_to(np.clip(i, 0, n), front) for i, n in zip(indices, room, strict=True)]
 
 
-def _window(eqn: Any, lead: int, x: Array, *indices: Array) -> Array:
+def _window(eqn: Equation, lead: int, x: Array, *indices: Array) -> Array:
     sizes = eqn.params["slice_sizes"]
     front, starts = _starts(lead, indices, [n - m for n, m in zip(x.shape[lead:], sizes, strict=True)])
     front = np.broadcast_shapes(front, x.shape[:lead])
@@ -315,7 +315,7 @@ def _window(eqn: Any, lead: int, x: Array, *indices: Array) -> Array:
     return out
 
 
-def _written(eqn: Any, lead: int, x: Array, update: Array, *indices: Array) -> Array:
+def _written(eqn: Equation, lead: int, x: Array, update: Array, *indices: Array) -> Array:
     front, starts = _starts(lead, indices, [n - m for n, m in zip(x.shape[lead:], update.shape[lead:], strict=True)])
     front = np.broadcast_shapes(front, x.shape[:lead], update.shape[:lead])
     out = np.broadcast_to(x, front + x.shape[lead:]).copy()
@@ -326,17 +326,17 @@ def _written(eqn: Any, lead: int, x: Array, update: Array, *indices: Array) -> A
     return out
 
 
-def _counted(eqn: Any, lead: int, *_: Array) -> Array:
+def _counted(eqn: Equation, lead: int, *_: Array) -> Array:
     shape, dim = shape_of(eqn.outvars[0]), eqn.params["dimension"]
     numbers = np.arange(shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(shape))])
     return np.broadcast_to(numbers, (1,) * lead + shape)
 
 
-def _dot(eqn: Any, lead: int, x: Array, y: Array) -> Array:
+def _dot(eqn: Equation, lead: int, x: Array, y: Array) -> Array:
     return _product(x, y, lead, eqn.params["dimension_numbers"], wide_dtype(eqn.outvars[0].aval.dtype))
 
 
-def _grouped(eqn: Any, lead: int, x: Array, y: Array, sizes: Array) -> Array:
+def _grouped(eqn: Equation, lead: int, x: Array, y: Array, sizes: Array) -> Array:
     """A `ragged_dot_general`: rows of one group meet the matrix of that group, or are summed among themselves."""
     how = eqn.params["ragged_dot_dimension_numbers"]
     numbers, dtype = how.dot_dimension_numbers, wide_dtype(eqn.outvars[0].aval.dtype)
@@ -434,7 +434,7 @@ def _fill(mode: Any, value: Any, dtype: Any) -> Any:
     return np.iinfo(dtype).max if dtype.kind == "u" else np.iinfo(dtype).min if dtype.kind == "i" else True
 
 
-def _looked_up(eqn: Any, lead: int, x: Array, indices: Array) -> Array:
+def _looked_up(eqn: Equation, lead: int, x: Array, indices: Array) -> Array:
     numbers, sizes, mode = (eqn.params[name] for name in ("dimension_numbers", "slice_sizes", "mode"))
     front = np.broadcast_shapes(x.shape[:lead], indices.shape[:lead])
     batches = list(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
@@ -455,7 +455,7 @@ def _looked_up(eqn: Any, lead: int, x: Array, indices: Array) -> Array:
 
 
 def _put(fn: Any) -> Callable[..., Any]:
-    def run(eqn: Any, lead: int, x: Array, indices: Array, updates: Array) -> Array:
+    def run(eqn: Equation, lead: int, x: Array, indices: Array, updates: Array) -> Array:
         numbers, own = eqn.params["dimension_numbers"], x.shape[lead:]
         gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
         dims = iter(numbers.update_window_dims)
@@ -496,7 +496,7 @@ def _threefry(one: Array, two: Array, x: Array, y: Array) -> list[Array]:
     return [x, y]
 
 
-def _sorted(eqn: Any, lead: int, *operands: Array) -> list[Array]:
+def _sorted(eqn: Equation, lead: int, *operands: Array) -> list[Array]:
     axis, count = eqn.params["dimension"] + lead, eqn.params["num_keys"]
     front = np.broadcast_shapes(*(x.shape for x in operands))
     whole = [np.broadcast_to(x, front) for x in operands]
@@ -505,7 +505,7 @@ def _sorted(eqn: Any, lead: int, *operands: Array) -> list[Array]:
     return [np.take_along_axis(x, order, axis) for x in whole]
 
 
-def _leading(eqn: Any, lead: int, x: Array) -> list[Array]:
+def _leading(eqn: Equation, lead: int, x: Array) -> list[Array]:
     axis, k = eqn.params.get("axis", x.ndim - lead - 1) % (x.ndim - lead) + lead, eqn.params["k"]
     order = np.argsort(-x if x.dtype.kind != "u" else x.max(initial=0) - x, axis=axis, kind="stable")
     order = np.take(order, range(k), axis)

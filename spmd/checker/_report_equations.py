@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.walker import opened, shape_of
+from spmd._jaxprs.walker import Equation, Variable, opened, shape_of
 from spmd.checker._calls import call_around
 from spmd.checker._mends import (
     OWN_NOISE,
@@ -25,7 +25,7 @@ from spmd.checker._words import done_to_pieces, joined, listed, marked, named, p
 from spmd.errors import Fault, Fix
 
 
-def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pending]) -> Fault:
+def not_completed(walk: Any, eqn: Equation, axes: Sequence[str], pending: Sequence[Pending]) -> Fault:
     """A reduction of what was done to pieces, that does not complete it."""
     rule = f"{done_to_pieces(pending)}, and {named(eqn)} does not complete that."
     rule = rule[0].upper() + rule[1:]
@@ -33,7 +33,7 @@ def not_completed(walk: Any, eqn: Any, axes: Sequence[str], pending: Sequence[Pe
     return Fault(rule, walk.kernel, None, None, got, advice=completed(walk, pending))
 
 
-def summed_by_gradient(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def summed_by_gradient(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A sum that a gradient adds inside a body."""
     along, marks = listed(axes), ",".join(axes)
     rule = f"the gradient of a value that is equal on {along} is summed over {along} here, and nobody wrote this sum."
@@ -46,7 +46,7 @@ def summed_by_gradient(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
 
 
-def mistyped(eqn: Any, callers: Sequence[Any], axes: Sequence[str]) -> Fault:
+def mistyped(eqn: Equation, callers: Sequence[Equation], axes: Sequence[str]) -> Fault:
     """A value that JAX's type calls equal, and that differs."""
     along = listed(axes)
     rule = f"JAX types the result of {named(eqn)} equal on {along}, and it differs there: gradients follow JAX's type."
@@ -56,7 +56,7 @@ def mistyped(eqn: Any, callers: Sequence[Any], axes: Sequence[str]) -> Fault:
     return Fault(rule, None, None, None, (f"{named(eqn)} at {place}",) if place else (), advice=advice)
 
 
-def copies_reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def copies_reduced(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A sum of equal values."""
     along = listed(axes)
     n = 1
@@ -68,7 +68,7 @@ def copies_reduced(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=f"leave out {along}, or lax.pmean")
 
 
-def gathered_out_of_order(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[str]) -> Fault:
+def gathered_out_of_order(walk: Any, eqn: Equation, state: State, dim: int, axes: Sequence[str]) -> Fault:
     """Blocks joined in another order than they were cut."""
     have = axes_of_dim(state.dims[dim])
     rule = (
@@ -84,7 +84,7 @@ def gathered_out_of_order(walk: Any, eqn: Any, state: State, dim: int, axes: Seq
     return Fault(rule, walk.kernel, None, None, got, advice=f"gather {'/'.join(have[::-1][:1])} first, the innermost")
 
 
-def orders_differ(walk: Any, eqn: Any, axes: Sequence[str], one: Any, other: Any) -> Fault:
+def orders_differ(walk: Any, eqn: Equation, axes: Sequence[str], one: Any, other: Any) -> Fault:
     """Elements in one order are combined with elements in another one."""
     rule = f"{named(eqn)} of two arrays whose elements lie in different orders along {listed(axes)}."
     got = (*where(walk, eqn), *(_in_order(walk, each) for each in (one, other)))
@@ -107,7 +107,9 @@ def _in_order(walk: Any, order: Any) -> str:
 _ONE_ORDER = "give the same placement= in place_sequence, sequence_positions and attention"
 
 
-def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool) -> Fault:
+def operands_disagree(
+    walk: Any, eqn: Equation, axes: Sequence[str], dims: Sequence[tuple[Dim, Dim]], noise: bool
+) -> Fault:
     """Two operands lie differently along some dimensions."""
     lies = [[f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in d] for d in dims]
     along = [f"along one dimension one is {one}, the other {other}" for one, other in lies]
@@ -134,20 +136,20 @@ def operands_disagree(walk: Any, eqn: Any, axes: Sequence[str], dims: Sequence[t
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=advice)
 
 
-def _is_constant(walk: Any, atom: Any) -> bool:
+def _is_constant(walk: Any, atom: Variable) -> bool:
     """Return whether a value is made of arrays that the program closed over, and of nothing else."""
     ends = [var for var in walk.history.behind(atom) if not walk.history.operands(var)]
     closed = lambda var: var not in walk.history.made and var not in walk.history.arguments
     return any(shape_of(var) for var in ends) and all(map(closed, ends))
 
 
-def _counts(walk: Any, atom: Any) -> bool:
+def _counts(walk: Any, atom: Variable) -> bool:
     """Return whether a value is made from the numbers of `jnp.arange` or the columns of a one-hot."""
     made = walk.history.made
     return any(var in made and made[var][0].primitive.name == "iota" for var in walk.history.behind(atom))
 
 
-def _rank_before_broadcasting(walk: Any, atom: Any) -> int | None:
+def _rank_before_broadcasting(walk: Any, atom: Variable) -> int | None:
     """Return how many dimensions a computed array had before broadcasting put others in front. None if it did not."""
     made = walk.history.producer(atom)
     while made is not None and made[0].primitive.name in ("pvary", "pcast"):
@@ -160,7 +162,7 @@ def _rank_before_broadcasting(walk: Any, atom: Any) -> int | None:
     return len(before) if before and after == (1,) * (len(after) - len(before)) + before != before else None
 
 
-def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def nonlinear_use(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
     name = named(eqn)
     done = f"take {name} after the sum is complete"
@@ -174,7 +176,7 @@ def nonlinear_use(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     return _mended(walk, eqn, axes, rule)
 
 
-def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
+def _mended(walk: Any, eqn: Equation, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
     first = completed_first(walk, eqn, axes)
     if sent_in_a_byte(walk, eqn, axes):
@@ -184,12 +186,12 @@ def _mended(walk: Any, eqn: Any, axes: Sequence[str], rule: str) -> Fault:
     if any(summed_in(walk, atom, call) for atom in operands):
         fix, advice = None, of_the_whole(walk, operands, call, axes)
     else:
-        told = reduced(walk, *operands, call) if len(operands) == 1 else None
+        told = reduced(walk, operands[0], call) if len(operands) == 1 else None
         fix, advice = (told, None) if isinstance(told, Fix) else (None, told or first)
     return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
 
 
-def on_pieces_too(walk: Any, eqn: Any, fault: Fault, pending: Sequence[Pending]) -> Fault:
+def on_pieces_too(walk: Any, eqn: Equation, fault: Fault, pending: Sequence[Pending]) -> Fault:
     """A fault in a value that also comes of what was done to pieces: both need a collective."""
     call = call_around(eqn, walk.callers)
     others = [p for p in pending if not call.is_of(call_around(*walk.made_pending[p.at]))]
@@ -200,29 +202,29 @@ def on_pieces_too(walk: Any, eqn: Any, fault: Fault, pending: Sequence[Pending])
     return replace(fault, got=(*fault.got, *pieces_of(walk, others)), fix=None, advice=advice)
 
 
-def mixed_sum(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def mixed_sum(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A partial sum and an equal value in one sum."""
     along = listed(axes)
     return _met(walk, eqn, axes, f"is equal on {along}: the sum over {along} would count that value once per device")
 
 
-def mixed_blocks(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def mixed_blocks(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A partial sum and a divided value in one sum."""
     harm = "each block would meet only its device's term of the sum"
     return _met(walk, eqn, axes, f"is divided over {listed(axes)}: {harm}")
 
 
-def scaled_by_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def scaled_by_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A partial sum times a value that is not the same for all its parts."""
     return _met(walk, eqn, axes, f"differs along {listed(axes)}: each term would be scaled differently")
 
 
-def _met(walk: Any, eqn: Any, axes: Sequence[str], other: str) -> Fault:
+def _met(walk: Any, eqn: Equation, axes: Sequence[str], other: str) -> Fault:
     """A partial sum that meets another value: how that one lies, and what is wrong with it."""
     return _mended(walk, eqn, axes, f"{named(eqn)} of a partial sum {marked(axes)} and a value that {other}.")
 
 
-def divergent(walk: Any, eqn: Any, inner: Sequence[str], axes: Sequence[str]) -> Fault:
+def divergent(walk: Any, eqn: Equation, inner: Sequence[str], axes: Sequence[str]) -> Fault:
     """Collectives that only some of their devices would enter."""
     along, names = listed(axes), listed(sorted({named(one) for one in inner}))
     if eqn.primitive.name == "while":
@@ -242,7 +244,7 @@ def divergent(walk: Any, eqn: Any, inner: Sequence[str], axes: Sequence[str]) ->
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
 
 
-def interpreted(walk: Any, eqn: Any) -> Fault:
+def interpreted(walk: Any, eqn: Equation) -> Fault:
     """A Pallas call with `interpret=True`, on values that vary."""
     rule = "JAX interprets Pallas calls without the mesh axes on which values vary, and fails where a kernel has them."
     advice = 'spmd.opaque(fn, "in -> out") around the Pallas call, which hides those axes from it'

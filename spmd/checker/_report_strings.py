@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.walker import Equation
 from spmd.checker._history import shown_spec
 from spmd.checker._made import Place, lying
 from spmd.checker._mends import (
@@ -27,7 +28,7 @@ from spmd.errors import Fault, Fix
 from spmd.language import Layout, verb_for
 
 
-def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[str]) -> Fault:
+def claimed_divided(walk: Any, eqn: Equation, state: State, dim: int, axes: Sequence[str]) -> Fault:
     """Equal, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
     shown, along = _dim(eqn, dim), listed(axes)
@@ -52,7 +53,7 @@ def claimed_divided(walk: Any, eqn: Any, state: State, dim: int, axes: Sequence[
     return _at_marker(walk, eqn, rule, span, (), fix, None if fix else block_of_what(walk, eqn, state, axes))
 
 
-def partial_claimed_divided(walk: Any, eqn: Any, dim: int, axes: Sequence[str]) -> Fault:
+def partial_claimed_divided(walk: Any, eqn: Equation, dim: int, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
     shown, along = _dim(eqn, dim), listed(axes)
@@ -61,7 +62,7 @@ def partial_claimed_divided(walk: Any, eqn: Any, dim: int, axes: Sequence[str]) 
     return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), between(eqn, before, layout))
 
 
-def claimed_partial(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def claimed_partial(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """Equal, and claimed to be a partial sum."""
     layout = eqn.params["layout"]
     along, mark = listed(axes), marked(axes)
@@ -78,7 +79,7 @@ def claimed_partial(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     return _at_marker(walk, eqn, rule, _mark_span(layout), (), advice=advice)
 
 
-def unexpected_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+def unexpected_partial(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed complete."""
     layout = eqn.params["layout"]
     along, shown = listed(axes), written(eqn, layout)
@@ -94,7 +95,7 @@ def unexpected_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -
     return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
-def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+def unexpected_difference(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """Different, and claimed equal."""
     layout = eqn.params["layout"]
     along, shown = listed(axes), written(eqn, layout)
@@ -108,7 +109,7 @@ def unexpected_difference(walk: Any, eqn: Any, state: State, axes: Sequence[str]
     return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
-def closed_while_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
+def closed_while_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A call makes its result equal along axes that its string does not name, and its operand differs there."""
     along = listed(axes)
     rule = (
@@ -126,7 +127,7 @@ def closed_while_different(walk: Any, eqn: Any, axes: Sequence[str]) -> Fault:
     )
 
 
-def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
+def _is_row(walk: Any, eqn: Equation, axis: str) -> bool:
     """Return whether a value is a row of a divided dimension: of a loop, or of vmap."""
     state = walk.known.get(eqn.invars[0])
     mapped = [state.dims[d] for d in eqn.params.get("mapped", ())] if state else []
@@ -135,7 +136,7 @@ def _is_row(walk: Any, eqn: Any, axis: str) -> bool:
     )
 
 
-def lies_otherwise(walk: Any, eqn: Any, state: State) -> Fault:
+def lies_otherwise(walk: Any, eqn: Equation, state: State) -> Fault:
     """It is known how each dimension lies, and that is not as the layout says."""
     place = place_at(walk, eqn)
     layout = eqn.params["layout"].without_brackets()
@@ -145,7 +146,7 @@ def lies_otherwise(walk: Any, eqn: Any, state: State) -> Fault:
     return _lies_otherwise(walk, eqn, state, have, place)
 
 
-def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, place: Place | None) -> Fault:
+def _lies_otherwise(walk: Any, eqn: Equation, state: State, have: Layout | None, place: Place | None) -> Fault:
     """It is known how the value lies, and that is not as the layout says: one finding, however many axes are wrong."""
     layout = eqn.params["layout"].without_brackets()
     if have is None:
@@ -162,7 +163,7 @@ def _lies_otherwise(walk: Any, eqn: Any, state: State, have: Layout | None, plac
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
 
 
-def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+def hidden_in_ellipsis(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """An axis that the pattern uses divides a dimension that `...` stands for."""
     layout = eqn.params["layout"]
     along = listed(list(dict.fromkeys(axes)))
@@ -175,7 +176,7 @@ def hidden_in_ellipsis(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -
     return _at_marker(walk, eqn, rule, at, got, None, advice)
 
 
-def blocks_claimed_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str]) -> Fault:
+def blocks_claimed_partial(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """Divided, and claimed to be a partial sum."""
     along, mark = listed(axes), marked(axes)
     rule = f'"{mark}" says that each device along {along} holds one term of a sum, but each holds a block.'
@@ -184,7 +185,7 @@ def blocks_claimed_partial(walk: Any, eqn: Any, state: State, axes: Sequence[str
     return _at_marker(walk, eqn, rule, _mark_span(eqn.params["layout"]), got, None, advice)
 
 
-def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
+def pending_claimed(walk: Any, eqn: Equation, pending: Sequence[Pending]) -> Fault:
     """Something was done to a piece, and the result is claimed to be that of the whole."""
     layout = eqn.params["layout"]
     rule = f'"{written(eqn, layout)}" is claimed of the whole array, and {done_to_pieces(pending)}.'
@@ -196,7 +197,7 @@ def pending_claimed(walk: Any, eqn: Any, pending: Sequence[Pending]) -> Fault:
     return _at_marker(walk, eqn, rule, _span(layout), pieces_of(walk, pending), fix, None if fix else advice)
 
 
-def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec: Any) -> Fault:
+def returned_partial(walk: Any, eqn: Equation, index: int, axes: Sequence[str], spec: Any) -> Fault:
     """A partial sum leaves the kernel as if it were complete."""
     mark, along = marked(axes), listed(axes)
     rule = f"The body returned a partial sum over {along}, and the signature does not say {mark}."
@@ -204,7 +205,7 @@ def returned_partial(walk: Any, eqn: Any, index: int, axes: Sequence[str], spec:
     return Fault(rule, walk.kernel, None, None, got, Fix("psum", ("result",), f"... {mark} -> ..."))
 
 
-def pending_returned(walk: Any, eqn: Any, index: int, pending: Sequence[Pending], spec: Any) -> Fault:
+def pending_returned(walk: Any, eqn: Equation, index: int, pending: Sequence[Pending], spec: Any) -> Fault:
     """Describe what was done to pieces and leaves a raw `shard_map`."""
     rule = f"{done_to_pieces(pending)}, and the results are put together."
     rule = rule[0].upper() + rule[1:]
@@ -212,7 +213,7 @@ def pending_returned(walk: Any, eqn: Any, index: int, pending: Sequence[Pending]
     return Fault(rule, walk.kernel, None, None, got, advice=completed(walk, pending))
 
 
-def returned_otherwise(walk: Any, eqn: Any, index: int, state: State, spec: Any) -> Fault:
+def returned_otherwise(walk: Any, eqn: Equation, index: int, state: State, spec: Any) -> Fault:
     """A result of a raw `shard_map` lies otherwise than its spec puts it together."""
     rule = "A result is put together along other dimensions, or in another order, than it is divided."
     got = (f"output {index}, {shown_spec(spec)}", f'the value lies as "{shown_dims(state)}"')
@@ -237,7 +238,7 @@ def _mark_span(layout: Layout) -> Span | None:
     return None if start < 0 else (start, (layout.source or "").find("}", start) + 1)
 
 
-def _dim(eqn: Any, dim: int) -> str:
+def _dim(eqn: Equation, dim: int) -> str:
     """One dimension of the marker's layout, as it is written."""
     layout = eqn.params["layout"]
     return layout.from_dims((layout.dims[dim],)).short
@@ -245,7 +246,7 @@ def _dim(eqn: Any, dim: int) -> str:
 
 def _at_marker(
     walk: Any,
-    eqn: Any,
+    eqn: Equation,
     rule: str,
     span: Span | None,
     got: Sequence[str],
@@ -260,7 +261,7 @@ def _at_marker(
     return Fault(rule, eqn.params["call"], *shown, (*_value(walk, eqn), *got), fix, advice)
 
 
-def _value(walk: Any, eqn: Any) -> list[str]:
+def _value(walk: Any, eqn: Equation) -> list[str]:
     """Return what it is about: the type of the value, its role, and the user's line."""
     aval = eqn.invars[0].aval
     shape = ",".join(str(n) for n in getattr(aval, "shape", ()))

@@ -9,7 +9,7 @@ from typing import Any
 import spmd.checker._order as orders
 import spmd.checker._tables as tables
 from spmd._jaxprs.facts import per_shard_reason
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._linear import Linear, curved, fetches, passes, product, sums
 from spmd.checker._state import (
@@ -39,7 +39,7 @@ from spmd.checker._table import groups
 
 def _made(
     walk: Engine,
-    eqn: Any,
+    eqn: Equation,
     operand: State,
     dims: Sequence[Dim],
     pieces: Iterable[tuple[str, str]] = (),
@@ -76,7 +76,7 @@ def _beside(operand: State, known: Iterable[str]) -> State:
 # --- reshape --------------------------------------------------------------------------------------------------
 
 
-def _reshape(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _reshape(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Merge runs of dimensions into one list of factors, and take it apart again."""
     operand = operands[0]
     old, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -150,7 +150,7 @@ def _piece_of(dim: Dim, size: int) -> Dim:
     return remade(dim, size)
 
 
-def _dynamic_slice(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _dynamic_slice(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """A block of this device, where the start says so; otherwise some elements."""
     operand, starts = operands[0], operands[1:]
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
@@ -191,7 +191,7 @@ def _own_block(walk: Engine, operand: State, d: int, starts: Any, length: int = 
     return normal([(size, (*outer, *axes))]) if operand.axes.isdisjoint(axes) else hidden(size), axes
 
 
-def _tile(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _tile(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Copies one after another."""
     [operand] = operands
     reps = eqn.params["reps"]
@@ -213,7 +213,7 @@ def _own_rows(walk: Engine, operand: State, indices: State, numbers: Any) -> lis
     return [block[0] if i == long[0] else free(n) for i, n in enumerate(indices.table.shape[:-1])]
 
 
-def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[int, tuple[Dim, Axes]]:
+def _own_window(walk: Engine, eqn: Equation, operand: State, indices: State) -> dict[int, tuple[Dim, Axes]]:
     """The dimensions of which the picked window is this device's block: how they lie, and the axes."""
     if indices.table is None or math.prod(indices.table.shape[:-1]) != 1:
         return {}
@@ -223,7 +223,7 @@ def _own_window(walk: Engine, eqn: Any, operand: State, indices: State) -> dict[
     return {d: block for d, block in found.items() if block is not None}
 
 
-def _gather(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _gather(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """`x[indices]`: whole dimensions pass, and each index picks an element."""
     operand, indices = operands
     numbers, taken = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
@@ -275,7 +275,7 @@ def _covering(operand: State, indices: State, updates: State, numbers: Any) -> d
     return found
 
 
-def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
+def _combined(walk: Engine, eqn: Equation, operand: State, updates: State) -> Linear:
     """Return how a scatter brings updates together with what is there."""
     name = eqn.primitive.name
     if name.endswith(("min", "max")):
@@ -289,7 +289,7 @@ def _combined(walk: Engine, eqn: Any, operand: State, updates: State) -> Linear:
     return partial - mixed, lost | mixed, zero
 
 
-def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _scatter(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """`x.at[indices].set(updates)`, or add. How a dimension lies that indices pick from is not known."""
     operand, indices, updates = operands
     numbers = eqn.params["dimension_numbers"]
@@ -309,7 +309,7 @@ def _scatter(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
     return walk.counted(eqn, operands, [_made(walk, eqn, operand, dims, pieces, others, linear)])
 
 
-def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _iota(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Each device counts from 0, so all have the same numbers."""
     dimension = eqn.params["dimension"]
     dims = tuple(plain(n) if d == dimension else free(n) for d, n in enumerate(shape_of(eqn.outvars[0])))
@@ -319,7 +319,7 @@ def _iota(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
 # --- random numbers -----------------------------------------------------------------------------------------------
 
 
-def _random(walk: Engine, eqn: Any, operands: Sequence[State]) -> list[State]:
+def _random(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Random numbers of one key are the same on every device that has the key."""
     axes = NONE.union(*(o.axes for o in operands))
     outs = []

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from spmd._jaxprs.facts import KernelName, kernel_around
-from spmd._jaxprs.walker import Domain, Held, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, walk
 from spmd._trees.leaves import held_dtype
 from spmd.checker._claims import arguments_of
 from spmd.checker._table import TABLE
@@ -79,13 +79,13 @@ class _Arguments(Domain):
         super().__init__()
         self.kernels: list[list[tuple[int, Any]]] = []
 
-    def constant(self, var: Any, value: Any) -> None:
+    def constant(self, var: Variable | None, value: Any) -> None:
         return None
 
     def join(self, one: Any, other: Any) -> Any:
         return one if one == other else None
 
-    def step(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def step(self, eqn: Equation, operands: Sequence[Any]) -> list[Any]:
         entry = TABLE.get(eqn.primitive.name)
         same = entry is not None and entry.says == "elementwise" and len(operands) == 1
         return [operands[0] if same else None] * len(eqn.outvars)
@@ -96,7 +96,7 @@ class _Arguments(Domain):
     def stacked(self, value: Any, result: Any) -> None:
         return None
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Any]) -> list[Any]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> list[Any]:
         kernel: KernelName | None = kernel_around(self.callers)
         told = arguments_of(eqn, kernel).items()
         self.kernels.append([(operands[i], leaf) for i, leaf in told if operands[i] is not None])

@@ -18,7 +18,19 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, axes_of, equations, held, shape_of, walk
+from spmd._jaxprs.walker import (
+    COMMUNICATES,
+    Domain,
+    Equation,
+    Held,
+    Rule,
+    Variable,
+    axes_of,
+    equations,
+    held,
+    shape_of,
+    walk,
+)
 from spmd._trees.leaves import is_key_type
 from spmd.checker._primitives import Array, NotSimulated, compute, draws, generator, stay_inside, wide_dtype
 from spmd.language import axes_tuple
@@ -40,8 +52,8 @@ class Fault(NamedTuple):
     """
 
     kind: str
-    eqn: Any
-    callers: tuple[Any, ...]
+    eqn: Equation
+    callers: tuple[Equation, ...]
     axes: tuple[str, ...]
     output: int = 0
 
@@ -156,17 +168,17 @@ class Simulator(Domain):
     def lead(self) -> int:
         return len(self.sizes)
 
-    def constant(self, var: Any, value: Any) -> Array:
+    def constant(self, var: Variable | None, value: Any) -> Array:
         if value is None:
             raise NotSimulated("it has a constant that nobody knows")
         found = held_number(value)
         return found.reshape((1,) * self.lead + found.shape)
 
-    def literal(self, atom: Any) -> Array:
+    def literal(self, atom: Variable) -> Array:
         found = self.constant(None, atom.val)
         return np.full_like(found, self.numbers[id(atom)]) if id(atom) in self.numbers else found
 
-    def step(self, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    def step(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         if not eqn.outvars:
             return []
         if self.apart:
@@ -189,10 +201,10 @@ class Simulator(Domain):
             if (held := self.apart.get(id(x))) is not None and held[-1] not in self.faults:
                 self.faults.append(held[-1])
 
-    def unread(self, eqn: Any, operands: Sequence[Array]) -> Sequence[Array]:
+    def unread(self, eqn: Equation, operands: Sequence[Array]) -> Sequence[Array]:
         raise NotSimulated(f"{eqn.primitive.name} runs code that is not JAX's")
 
-    def _spend(self, eqn: Any) -> None:
+    def _spend(self, eqn: Equation) -> None:
         self._left -= 50 + sum(math.prod(shape_of(v)) for v in eqn.outvars) * math.prod(self.sizes.values())
         if self._left < 0:
             raise TooLarge("there are too many numbers to compute")
@@ -242,7 +254,7 @@ class Simulator(Domain):
 
     # --- bodies -----------------------------------------------------------------------------------------------
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Array]) -> list[Array]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Array]) -> list[Array]:
         """A `shard_map`: its specs cut the operands and join the results."""
         before, own = self.sizes, _compat.made_manual(eqn)
         given = [x.reshape(x.shape[: len(before)] + (1,) * len(own) + x.shape[len(before) :]) for x in operands]
@@ -260,7 +272,7 @@ class Simulator(Domain):
         self.sizes = before
         return outs
 
-    def _leaving(self, eqn: Any, x: Array, index: int, spec: Any, rank: int, own: Collection[str]) -> Array:
+    def _leaving(self, eqn: Equation, x: Array, index: int, spec: Any, rank: int, own: Collection[str]) -> Array:
         summed = tuple(getattr(spec, "unreduced", ()) or ())
         for axis in summed:
             x = self.full(x, [axis]).sum(self.place(axis), keepdims=True)
@@ -282,7 +294,7 @@ class Simulator(Domain):
 
     # --- loops and branches -----------------------------------------------------------------------------------
 
-    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Array]) -> list[Array]:
+    def loop(self, eqn: Equation, body: Held, test: Held | None, operands: Sequence[Array]) -> list[Array]:
         if test is not None:
             return self._while(eqn, body, test, operands)
         count, length = len(body.stacked) - sum(body.stacked), eqn.params["length"]
@@ -302,14 +314,14 @@ class Simulator(Domain):
             *(self._stack(eqn.outvars[count + i], rows) for i, rows in enumerate(_columns(made, eqn, count))),
         ]
 
-    def _stack(self, var: Any, rows: Sequence[Array]) -> Array:
+    def _stack(self, var: Variable, rows: Sequence[Array]) -> Array:
         self.read(rows)
         if not rows:
             return np.zeros((1,) * self.lead + shape_of(var), wide_dtype(var.aval.dtype))
         front = np.broadcast_shapes(*(x.shape for x in rows))
         return np.stack([np.broadcast_to(x, front) for x in rows], self.lead)
 
-    def _while(self, eqn: Any, body: Held, test: Held, operands: Sequence[Array]) -> list[Array]:
+    def _while(self, eqn: Equation, body: Held, test: Held, operands: Sequence[Array]) -> list[Array]:
         count = len(body.stacked)
         given, asked = body.of(operands), test.of(operands)
         constants, carry = given[: len(given) - count], given[len(given) - count :]
@@ -323,7 +335,7 @@ class Simulator(Domain):
             carry = [self._where(goes_on, new, old) for new, old in zip(outs, carry, strict=True)]
         raise NotSimulated("a loop does not end")
 
-    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Array]) -> list[Array]:
+    def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Array]) -> list[Array]:
         which = np.clip(operands[0].astype(np.int64), 0, len(parts) - 1)
         taken = np.unique(which)
         if len(taken) > 1:
@@ -340,7 +352,7 @@ class Simulator(Domain):
         self.read([new, old])
         return np.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - chosen.ndim)), new, old)
 
-    def _check_together(self, eqn: Any, decision: Array) -> None:
+    def _check_together(self, eqn: Equation, decision: Array) -> None:
         """Devices that decide differently must not meet a collective that waits for all of them."""
         differ = [
             a for i, a in enumerate(self.sizes) if decision.shape[i] > 1 and (decision != decision.take([0], i)).any()
@@ -351,7 +363,7 @@ class Simulator(Domain):
             raise Parted(Fault("divergent", eqn, tuple(self.callers), axes))
 
 
-def _columns(made: Sequence[Sequence[Array]], eqn: Any, count: int) -> Iterator[list[Array]]:
+def _columns(made: Sequence[Sequence[Array]], eqn: Equation, count: int) -> Iterator[list[Array]]:
     for i in range(len(eqn.outvars) - count):
         yield [row[i] for row in made]
 
@@ -367,7 +379,7 @@ def same_numbers(x: Array, y: Array) -> bool:
 # --- collectives --------------------------------------------------------------------------------------------------
 
 
-def _named(machine: Simulator, eqn: Any) -> tuple[str, ...]:
+def _named(machine: Simulator, eqn: Equation) -> tuple[str, ...]:
     names = axes_of(eqn)
     if lacking := [axis for axis in names if axis not in machine.sizes]:
         raise NotSimulated(f"{eqn.primitive.name} over {lacking[0]}, which is no axis of a mesh")
@@ -375,7 +387,7 @@ def _named(machine: Simulator, eqn: Any) -> tuple[str, ...]:
 
 
 def _reduces(fn: Callable[..., Array]) -> Rule:
-    def run(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+    def run(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         names = _named(machine, eqn)
         if groups := eqn.params.get("axis_index_groups"):
             return [_within(machine, x, names, groups, fn) for x in operands]
@@ -398,14 +410,14 @@ def _within(machine: Simulator, x: Array, names: Sequence[str], groups: Any, fn:
     return out
 
 
-def _plain(machine: Simulator, eqn: Any) -> tuple[str, ...]:
+def _plain(machine: Simulator, eqn: Equation) -> tuple[str, ...]:
     names = _named(machine, eqn)
     if eqn.params.get("axis_index_groups") is not None:
         raise NotSimulated(f"{eqn.primitive.name} within groups of an axis")
     return names
 
 
-def _gathers(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _gathers(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     names, dim = _plain(machine, eqn), eqn.params["all_gather_dimension"]
     if eqn.params["tiled"]:
         return [machine.joined(x, names, dim) for x in operands]
@@ -414,7 +426,7 @@ def _gathers(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Ar
     return [x.reshape(x.shape[: machine.lead] + shape) for x, shape in zip(found, shapes, strict=True)]
 
 
-def _scatters(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _scatters(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     names = _plain(machine, eqn)
     if math.prod(machine.sizes[a] for a in names) == 1 and eqn.params["tiled"]:
         return list(operands)
@@ -424,7 +436,7 @@ def _scatters(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[A
     return outs if eqn.params["tiled"] else [x.squeeze(machine.lead + dim) for x in outs]
 
 
-def _exchanges(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _exchanges(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     names = _plain(machine, eqn)
     count = math.prod(machine.sizes[a] for a in names)
     if count == 1 and eqn.params.get("tiled"):
@@ -445,7 +457,7 @@ def _exchanges(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[
     return outs
 
 
-def _permutes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _permutes(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     names = _named(machine, eqn)
     order = [a for a in machine.sizes if a in names]  # JAX numbers devices in the order of the mesh
     at, outs = [machine.place(a) for a in order], []
@@ -475,7 +487,7 @@ def _shift_of(pairs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
     return [(one, (one + by) % count) for one in range(count) if ring or 0 <= one + by < count]
 
 
-def _indexes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _indexes(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     out = np.zeros((1,) * machine.lead, np.int32)
     for axis in _named(machine, eqn):
         numbers = np.arange(machine.sizes[axis], dtype=np.int32)
@@ -484,16 +496,16 @@ def _indexes(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Ar
     return [out]
 
 
-def _splits(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _splits(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     return [machine.cut(operands[0], (eqn.params["axis"],), eqn.params["dim"])]
 
 
-def _same(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _same(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """Return the first operands: the equation says something of them, and changes nothing."""
     return list(operands[: len(eqn.outvars)])
 
 
-def _ragged(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _ragged(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """Rows from anywhere to anywhere: each device says from where, how many, to where, and how many it gets."""
     names = _plain(machine, eqn)
     order = [a for a in machine.sizes if a in names]  # JAX numbers devices in the order of the mesh
@@ -511,7 +523,7 @@ def _ragged(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
     return [out]
 
 
-def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _random(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """Numbers, or other keys, made of keys: the generator's own steps, traced and interpreted."""
     p = eqn.params
     if machine.noise is not None and eqn.primitive.name != "random_seed":
@@ -536,7 +548,7 @@ def _random(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arr
     return walk(jax.make_jaxpr(each)(*structs), operands, machine)
 
 
-def _alike(machine: Simulator, eqn: Any, key: Array, noise: float) -> Array:
+def _alike(machine: Simulator, eqn: Equation, key: Array, noise: float) -> Array:
     """One number in place of all that are made of a key, and that key in place of other keys."""
     [out] = eqn.outvars
     if not is_key_type(out.aval.dtype):
@@ -547,7 +559,7 @@ def _alike(machine: Simulator, eqn: Any, key: Array, noise: float) -> Array:
     return np.broadcast_to(spread, (*key.shape[: machine.lead], *shape_of(out), key.shape[-1]))
 
 
-def _folds(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _folds(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """A `reduce`, whose jaxpr takes what is gathered so far and one more element of each array."""
     [part], count = held(eqn), len(operands) // 2
     gone = [machine.lead + d for d in eqn.params["dimensions"]]
@@ -559,7 +571,7 @@ def _folds(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Arra
     return [np.broadcast_to(x, x.shape[: machine.lead] + shape_of(v)) for x, v in zip(found, eqn.outvars, strict=True)]
 
 
-def _wraps(machine: Simulator, eqn: Any, operands: Sequence[Array]) -> list[Array]:
+def _wraps(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """Keys are held as their words. What makes numbers of them is kept by their type."""
     machine.generators[eqn.outvars[0].aval.dtype] = eqn.params["impl"]
     return list(operands)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import numpy as jnp
 
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, Variable, shape_of
 from spmd.checker._state import UNREAD
 
 Label = int | None
@@ -61,21 +61,21 @@ class Entry(NamedTuple):
     told: Callable[[Any], Hashable] | None = None
 
 
-def _rank(atom: Any) -> int:
+def _rank(atom: Variable) -> int:
     return len(shape_of(atom))
 
 
 # --- maps -----------------------------------------------------------------------------------------------------
 
 
-def _elementwise(eqn: Any) -> Map:
+def _elementwise(eqn: Equation) -> Map:
     rank = _rank(eqn.outvars[0])
     every = tuple(range(rank))
     return Map([every if _rank(v) else () for v in eqn.invars], every)
 
 
 def _reduction(kind: str) -> Callable[[Any], Map]:
-    def made(eqn: Any) -> Map:
+    def made(eqn: Equation) -> Map:
         every = range(_rank(eqn.invars[0]))
         gone = set(eqn.params["axes"])
         return Map([every] * len(eqn.invars), [d for d in every if d not in gone], reduced=dict.fromkeys(gone, kind))
@@ -86,7 +86,7 @@ def _reduction(kind: str) -> Callable[[Any], Map]:
 def _along(kind: str, name: str) -> Callable[[Any], Map]:
     """One dimension is needed whole. It stays."""
 
-    def made(eqn: Any) -> Map:
+    def made(eqn: Equation) -> Map:
         every, dim = range(_rank(eqn.invars[0])), eqn.params[name]
         dim %= len(every) or 1
         return Map([every] * len(eqn.invars), every, whole={dim: kind}, made=frozenset((dim,)))
@@ -94,7 +94,7 @@ def _along(kind: str, name: str) -> Callable[[Any], Map]:
     return made
 
 
-def _top_k(eqn: Any) -> Map:
+def _top_k(eqn: Equation) -> Map:
     every, new = range(_rank(eqn.invars[0])), 1000
     along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(every)
     return Map([every], [new if d == along else d for d in every], whole={along: "top_k"}, made=frozenset((new,)))
@@ -103,42 +103,42 @@ def _top_k(eqn: Any) -> Map:
 def _scan(kind: str) -> Callable[[Any], Map]:
     """One dimension is needed whole, and each of its elements stays where it is."""
 
-    def made(eqn: Any) -> Map:
+    def made(eqn: Equation) -> Map:
         every = range(_rank(eqn.invars[0]))
         return Map([every], every, whole={eqn.params["axis"]: kind})
 
     return made
 
 
-def _rev(eqn: Any) -> Map:
+def _rev(eqn: Equation) -> Map:
     every, dims = range(_rank(eqn.invars[0])), eqn.params["dimensions"]
     return Map([every], every, whole=dict.fromkeys(dims, "flip"), made=frozenset(dims))
 
 
-def _fft(eqn: Any) -> Map:
+def _fft(eqn: Equation) -> Map:
     every = range(_rank(eqn.invars[0]))
     last = every[len(every) - len(eqn.params["fft_lengths"]) :]
     return Map([every], every, whole=dict.fromkeys(last, "fft"), made=frozenset(last))
 
 
-def _transpose(eqn: Any) -> Map:
+def _transpose(eqn: Equation) -> Map:
     return Map([range(_rank(eqn.invars[0]))], eqn.params["permutation"])
 
 
-def _squeeze(eqn: Any) -> Map:
+def _squeeze(eqn: Equation) -> Map:
     gone = {d % _rank(eqn.invars[0]) for d in eqn.params["dimensions"]}
     every = range(_rank(eqn.invars[0]))
     return Map([[NEW if d in gone else d for d in every]], [d for d in every if d not in gone])
 
 
-def _broadcast(eqn: Any) -> Map:
+def _broadcast(eqn: Equation) -> Map:
     before, shape, placed = shape_of(eqn.invars[0]), eqn.params["shape"], eqn.params["broadcast_dimensions"]
     labels = [t if before[s] == shape[t] else NEW for s, t in enumerate(placed)]
     kept = {label for label in labels if label is not NEW}
     return Map([labels, *[()] * (len(eqn.invars) - 1)], [d if d in kept else NEW for d in range(len(shape))])
 
 
-def _dot(eqn: Any) -> Map:
+def _dot(eqn: Equation) -> Map:
     (one, two), (batch_one, batch_two) = eqn.params["dimension_numbers"]
     rank = _rank(eqn.invars[0])
     left = list(range(rank))
@@ -152,7 +152,7 @@ def _dot(eqn: Any) -> Map:
     return Map([left, right], result, reduced=dict.fromkeys(one, "sum"))
 
 
-def _conv(eqn: Any) -> Map:
+def _conv(eqn: Equation) -> Map:
     """Batch and output features pass, input features are contracted, and a window needs its dimension whole.
 
     One input feature may be a block of one: of another dimension, because a reshape to the same shape leaves no trace.
@@ -184,7 +184,7 @@ def _conv(eqn: Any) -> Map:
     return Map([labels_left, labels_right], result, reduced, whole, frozenset(whole))
 
 
-def _window(eqn: Any) -> Map:
+def _window(eqn: Equation) -> Map:
     every, sizes = range(_rank(eqn.invars[0])), eqn.params["window_dimensions"]
     wide = [d for d in every if sizes[d] > 1 or eqn.params["window_strides"][d] > 1]
     return Map([every], every, whole=dict.fromkeys(wide, "stencil"), made=frozenset(wide))
@@ -194,7 +194,7 @@ def _matrices(kind: str, core: int = 2) -> Callable[[Any], Map]:
     """The matrices are needed whole: the last `core` dimensions of the largest operand. Those before them are a batch,
     of the other operands too."""
 
-    def made(eqn: Any) -> Map:
+    def made(eqn: Equation) -> Map:
         batch = max(0, max(map(_rank, eqn.invars)) - core)
         operands = []
         whole: dict[int, str] = {}
@@ -207,7 +207,7 @@ def _matrices(kind: str, core: int = 2) -> Callable[[Any], Map]:
     return made
 
 
-def _triangular_solve(eqn: Any) -> Map:
+def _triangular_solve(eqn: Equation) -> Map:
     """The matrix is needed whole, and so is that dimension of the other operand that it is applied to."""
     rank = _rank(eqn.invars[0])
     batch = list(range(rank - 2))
@@ -223,7 +223,7 @@ def _triangular_solve(eqn: Any) -> Map:
 MOVES = frozenset(("slice", "pad", "concatenate", "update"))
 
 
-def _cut(eqn: Any) -> tuple[int, ...]:
+def _cut(eqn: Equation) -> tuple[int, ...]:
     """Return the dimensions that are cut: not those of which evenly spaced elements of each block are taken."""
     before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
     starts, strides = eqn.params["start_indices"], eqn.params["strides"] or (1,) * len(before)
@@ -231,23 +231,23 @@ def _cut(eqn: Any) -> tuple[int, ...]:
     return tuple([d for d in every if before[d] != after[d] * strides[d] or starts[d] >= strides[d]])
 
 
-def _slice(eqn: Any) -> Map:
+def _slice(eqn: Equation) -> Map:
     every, cut = range(_rank(eqn.invars[0])), _cut(eqn)
     return Map([every], every, whole=dict.fromkeys(cut, "slice"), made=frozenset(cut))
 
 
-def _unstack(eqn: Any) -> Map:
+def _unstack(eqn: Equation) -> Map:
     every, at = range(_rank(eqn.invars[0])), eqn.params["axis"]
     return Map([every], [d for d in every if d != at], whole={at: "slice"})
 
 
-def _pad(eqn: Any) -> Map:
+def _pad(eqn: Equation) -> Map:
     every, padded = range(_rank(eqn.invars[0])), eqn.params["padding_config"]
     cut = [d for d in every if any(padded[d])]
     return Map([every, ()], every, whole=dict.fromkeys(cut, "pad"), made=frozenset(cut))
 
 
-def _concatenate(eqn: Any) -> Map:
+def _concatenate(eqn: Equation) -> Map:
     every, along = range(_rank(eqn.outvars[0])), eqn.params["dimension"]
     if len(eqn.invars) == 1:
         return Map([every], every)
@@ -256,12 +256,12 @@ def _concatenate(eqn: Any) -> Map:
     return Map(operands, operands[0], whole=dict.fromkeys(parts, "concatenate"), joined=parts)
 
 
-def _stack(eqn: Any) -> Map:
+def _stack(eqn: Equation) -> Map:
     every, at, new = list(range(_rank(eqn.invars[0]))), eqn.params["axis"], 1000
     return Map([every] * len(eqn.invars), [*every[:at], new, *every[at:]], made=frozenset((new,)))
 
 
-def _update(eqn: Any) -> Map:
+def _update(eqn: Equation) -> Map:
     """Let what is written over lie as the array does, where it is as long."""
     every, shapes = range(_rank(eqn.invars[0])), [shape_of(v) for v in eqn.invars[:2]]
     cut = [d for d in every if shapes[0][d] != shapes[1][d]]
@@ -297,7 +297,7 @@ def groups(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[range, rang
         yield range(first, min(i, len(old))), range(begin, min(j, len(new)))
 
 
-def rounds(eqn: Any) -> bool:
+def rounds(eqn: Equation) -> bool:
     """Return whether a conversion or a quotient rounds to whole numbers, or drops some of their bits."""
     source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if eqn.primitive.name == "div":

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from spmd._jaxprs.walker import COMMUNICATES, axes_of
+from spmd._jaxprs.walker import COMMUNICATES, Equation, axes_of
 from spmd._trees.leaves import is_key_type
 from spmd.checker._primitives import NUMPY, NotSimulated, compute
 from spmd.checker._simulator import Simulator, held_number
@@ -80,7 +80,7 @@ def constant(value: Any) -> Table | None:
     return table_of(held_number(value), {})
 
 
-def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequence[Table | None]:
+def evaluate(eqn: Equation, operands: Sequence[Table | None], sizes: Sizes) -> Sequence[Table | None]:
     """Return what an equation gives on each device: a table for each result, or None.
 
     Args:
@@ -106,7 +106,7 @@ def evaluate(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> Sequen
     return [table_of(np.asarray(out), sizes) for out in outs]
 
 
-def _numbers_of(eqn: Any, operands: Sequence[Table | None], sizes: Sizes) -> int:
+def _numbers_of(eqn: Equation, operands: Sequence[Table | None], sizes: Sizes) -> int:
     """Return how many numbers all devices together hold of a result, or of what a collective brings together."""
     together = eqn.primitive.name in COMMUNICATES
     differ = {*(axes_of(eqn) if together else ())}.union(*(table.axes for table in operands if table is not None))

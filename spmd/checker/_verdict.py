@@ -25,9 +25,6 @@ _SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", 
 # were drawn may let devices part.
 _ALWAYS = ("closed", "divergent")
 
-# A ring whose blocks are a dimension is one program on whole arrays, with its mistakes.
-_UNLESS = "if they should not, spmd.testing.assert_same_on_any_mesh shows how they differ"
-
 _SHOWN = 3  # lines, or arrays, that a text lists
 
 
@@ -46,7 +43,7 @@ class Verdict:
     | `tested` | types lose a value (`reasons` has the lines), or numbers are random; and numbers agree |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
-    | `not tested` | there are no findings, and numbers could not be compared |
+    | `not tested` | there are no findings; numbers could not be compared, or a program may mean to depend on the mesh |
     """
 
     kind: str
@@ -75,6 +72,8 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
     """
     if any(one.certain for one in findings):
         return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
+    if trial.meant:  # a ring whose blocks are a dimension is one program on whole arrays, with its mistakes
+        return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
     read = [f"Here {' and '.join(map(str, trial.readings))}, which jax.lax.axis_size gives on any mesh"]
@@ -90,7 +89,7 @@ def _first(lines: Sequence[str]) -> str:
 def _compared(trial: Trial) -> str:
     what = "results and gradients" if trial.gradients else "results"
     are = "differ from" if trial.wrong else "are"
-    whole = f"whole arrays, which depend on the sizes of axes too: {_UNLESS}" if trial.meant else "one device"
+    whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
     quiet = ", with one number in place of all random ones, which depend on the mesh" if trial.quiet else ""
     return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}{quiet}"
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.walker import Equation, Variable
 from spmd.checker._history import Origin
 from spmd.checker._state import HIDDEN, Pending, State, axes_of_dim
 from spmd.language import Atom, Layout
@@ -34,12 +35,12 @@ def named(of: Any) -> str:
     return _KNOWN_AS.get(name, name)
 
 
-def where(walk: Any, eqn: Any) -> tuple[str, ...]:
+def where(walk: Any, eqn: Equation) -> tuple[str, ...]:
     place = line_of(eqn, walk.callers)
     return (f"{named(eqn)} at {place}" if place else f"{named(eqn)} in {walk.kernel}",)
 
 
-def reasons(walk: Any, atom: Any, axes: Sequence[str]) -> list[str]:
+def reasons(walk: Any, atom: Variable, axes: Sequence[str]) -> list[str]:
     """Return why the value differs along these axes: the inputs and the primitives that it was made from."""
     lines: dict[str, None] = {}
     for axis in axes:
@@ -124,7 +125,7 @@ def _leading(atoms: Sequence[Atom]) -> tuple[Atom, ...]:
     return (*atoms[:whole], *(replace(one, axes=()) if one.axes else one for one in atoms[whole:]))
 
 
-def written(eqn: Any, layout: Layout) -> str:
+def written(eqn: Equation, layout: Layout) -> str:
     return text_of(layout, eqn.params["layout"], eqn.params["call"])
 
 

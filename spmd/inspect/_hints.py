@@ -13,7 +13,7 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.lines import gradient_line, is_transposed, line_of
-from spmd._jaxprs.walker import Role, axes_of, held, opened, shape_of
+from spmd._jaxprs.walker import Equation, Role, Variable, axes_of, held, opened, shape_of
 from spmd._text.units import bytes_text, sent_bytes
 
 _SUMS = frozenset(("psum", "psum_invariant"))
@@ -93,7 +93,7 @@ def _hints(scope: _Scope, sizes: dict[str, int]) -> Iterator[Hint]:
                 yield from _hints(_Scope(opened(part.jaxpr)[0], times, eqn, part, scope), inside)
 
 
-def _of_sum(eqn: Any, scope: _Scope, sizes: dict[str, int]) -> Iterator[Hint]:
+def _of_sum(eqn: Equation, scope: _Scope, sizes: dict[str, int]) -> Iterator[Hint]:
     axes = tuple(axis for axis in axes_of(eqn) if sizes.get(axis, 1) > 1)
     devices = math.prod(sizes[axis] for axis in axes)
     if devices < 2:
@@ -120,7 +120,7 @@ def _advice(kind: str, backward: bool, axes: Sequence[str]) -> str:
     return f"carry what each device has, and spmd.psum it {behind}"
 
 
-def _followed(var: Any, scope: _Scope, axes: frozenset[str]) -> tuple[int, int]:
+def _followed(var: Variable, scope: _Scope, axes: frozenset[str]) -> tuple[int, int]:
     """The least bytes that a sum becomes while it goes through linear operations alone, and the rounds of the loops in
     which it is only added up."""
     least, rounds = _size(var), 1
@@ -145,7 +145,7 @@ def _followed(var: Any, scope: _Scope, axes: frozenset[str]) -> tuple[int, int]:
             return least, rounds
 
 
-def _added(eqn: Any, var: Any, scope: _Scope) -> int | None:
+def _added(eqn: Equation, var: Variable, scope: _Scope) -> int | None:
     """The carry of a `scan` to which an equation adds a value, if the loop does nothing else with it."""
     if eqn.primitive.name not in _ADDS or scope.eqn is None or scope.eqn.primitive.name != "scan":
         return None
@@ -163,7 +163,7 @@ def _added(eqn: Any, var: Any, scope: _Scope) -> int | None:
     return None
 
 
-def _is_linear(eqn: Any, var: Any, axes: frozenset[str]) -> bool:
+def _is_linear(eqn: Equation, var: Variable, axes: frozenset[str]) -> bool:
     """Return whether a sum may wait until behind an equation: what else it takes is equal along the axes."""
     if eqn.primitive.name not in _LINEAR or len(eqn.outvars) != 1:
         return False
@@ -175,5 +175,5 @@ def _is_linear(eqn: Any, var: Any, axes: frozenset[str]) -> bool:
     return all(axes.isdisjoint(_compat.varying_type(atom.aval)) for atom in others)
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Variable) -> int:
     return math.prod(shape_of(atom)) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import Frame, LineName, frames_of, is_transposed, is_users
-from spmd._jaxprs.walker import held, opened
+from spmd._jaxprs.walker import Equation, held, opened
 from spmd.checker._claims import arguments_of
 from spmd.checker._finding import Finding
 from spmd.checker._state import State
@@ -83,7 +83,7 @@ class Step(NamedTuple):
 
     scope: Scope
     index: int
-    eqn: Any
+    eqn: Equation
     frames: Sequence[Frame]
     backward: bool
     layouts: Sequence[str | None]
@@ -103,7 +103,7 @@ class Scope:
     """
 
     jaxpr: Any
-    callers: tuple[Any, ...] = ()
+    callers: tuple[Equation, ...] = ()
     outer: Scope | None = None
     steps: list[Step] = field(default_factory=list)
     users: dict[int, list[int]] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from typing import Any
 
 from spmd._compat import BRANCHES_WRITE_IN_PLACE, is_backward, name_stack
 from spmd._jaxprs.facts import FusedName
-from spmd._jaxprs.walker import Domain, Held, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, walk
 from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS, size_bytes
 
 _FUSED = ELEMENTWISE | WINDOWS
@@ -136,7 +136,7 @@ class Peak(Domain):
         self._nodes.append(node)
         return node
 
-    def _made(self, var: Any, **how: Any) -> Node:
+    def _made(self, var: Variable, **how: Any) -> Node:
         if self._hidden is not None:
             return self._new(0, results=self._hidden, **how)
         return self._new(size_bytes(var.aval) if self._inside else self._outside(var), **how)
@@ -160,7 +160,7 @@ class Peak(Domain):
         yield
         (self._begin, self._frame, self._in_group, self._stacks), self._now = outer, tick
 
-    def constant(self, var: Any, value: Any) -> Node:
+    def constant(self, var: Variable | None, value: Any) -> Node:
         node = Node(0, self._root, ())  # no equation waits for it
         self._nodes.append(node)
         return node
@@ -174,7 +174,7 @@ class Peak(Domain):
 
     # --- kernels of `spmd.fused` --------------------------------------------------------------------------
 
-    def equation(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+    def equation(self, eqn: Equation, operands: Sequence[Node]) -> Sequence[Node]:
         if not self._kernels:
             return super().equation(eqn, operands)
         before = self._names, self._hidden
@@ -189,7 +189,7 @@ class Peak(Domain):
         self._enters &= eqn.primitive.name == "spmd_fused"
         return outs
 
-    def _marked(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+    def _marked(self, eqn: Equation, operands: Sequence[Node]) -> Sequence[Node]:
         """An array that enters or leaves a kernel. A kernel inside of one is a part of it."""
         if not self._kernels or self._hidden is not None:
             return operands
@@ -205,7 +205,7 @@ class Peak(Domain):
 
     # --- equations ----------------------------------------------------------------------------------------
 
-    def step(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+    def step(self, eqn: Equation, operands: Sequence[Node]) -> Sequence[Node]:
         name = eqn.primitive.name
         if name == "spmd_fused":
             return self._marked(eqn, operands)
@@ -223,11 +223,11 @@ class Peak(Domain):
         self._read(operands)
         return [self._made(var) for var in eqn.outvars]
 
-    def _copied(self, eqn: Any, side: int, node: Node) -> Node:
+    def _copied(self, eqn: Equation, side: int, node: Node) -> Node:
         self._next([node])
         return self._made(eqn.invars[side], sources=(node,))
 
-    def _in_groups(self, eqn: Any, operands: Sequence[Node]) -> Sequence[Node]:
+    def _in_groups(self, eqn: Equation, operands: Sequence[Node]) -> Sequence[Node]:
         """Operands of a product whose rows belong to groups: a copy for each group, which is zero outside its rows."""
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contracted, batch = (dims[0] for dims in numbers.dot_dimension_numbers)
@@ -241,13 +241,13 @@ class Peak(Domain):
                 made.size *= count
         return [*(self._in_group[order, node] for node in operands[:copied]), *operands[copied:]]
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Node]) -> Sequence[Node]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Node]) -> Sequence[Node]:
         self._inside += 1
         outs = super().mapped(eqn, part, operands)
         self._inside -= 1
         return outs
 
-    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Node]) -> Sequence[Node]:
+    def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Node]) -> Sequence[Node]:
         self._read(operands)
         begin = self._now
         for part in parts:
@@ -257,7 +257,7 @@ class Peak(Domain):
 
     # --- loops --------------------------------------------------------------------------------------------
 
-    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Node]) -> Sequence[Node]:
+    def loop(self, eqn: Equation, body: Held, test: Held | None, operands: Sequence[Node]) -> Sequence[Node]:
         """Each carry has one place, which a round writes anew. Stacks stand from the first round on."""
         if eqn.params.get("length") == 1:
             return self.run(eqn, body, body.of(operands))  # the compiler leaves no loop of it
@@ -297,7 +297,7 @@ class Peak(Domain):
         return self._stacks[key]
 
 
-def _in_order(eqn: Any, side: int) -> bool:
+def _in_order(eqn: Equation, side: int) -> bool:
     """Return whether a product takes an operand as it lies: what it sums over comes last in the first, first in the
     second."""
     contracted, batch = (dims[side] for dims in eqn.params["dimension_numbers"])
@@ -308,7 +308,7 @@ def _in_order(eqn: Any, side: int) -> bool:
     return list(range(ndim)) in orders
 
 
-def _only_reshapes(eqn: Any) -> bool:
+def _only_reshapes(eqn: Equation) -> bool:
     """Return whether an equation moves, adds or sums over dimensions of one element alone."""
     name = eqn.primitive.name
     if name == "transpose":

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from spmd import _compat
 from spmd._jaxprs.facts import kernel_around
-from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Rule, opened, shape_of, walk
+from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Rule, Variable, opened, shape_of, walk
 from spmd.checker._claims import OVERLAP, arguments_of, claim_of
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._state import HIDDEN, STEP, UNREAD, Axes, Dim, State, is_divided
@@ -43,14 +43,14 @@ class Recording(Domain):
     def context(self) -> None:
         return None
 
-    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return self.keep(eqn, super().equation(eqn, operands))
 
-    def keep(self, eqn: Any, outs: Sequence[Any]) -> Sequence[Any]:
+    def keep(self, eqn: Equation, outs: Sequence[Any]) -> Sequence[Any]:
         self.made[self.path, id(eqn)] = self.shown(outs)
         return outs
 
-    def run(self, eqn: Any, part: Held, operands: Sequence[Any]) -> list[Any]:
+    def run(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> list[Any]:
         self.given[(*self.path, id(eqn)), id(opened(part.jaxpr)[0])] = self.shown(operands)
         return super().run(eqn, part, operands)
 
@@ -68,7 +68,7 @@ class States(Recording, Dataflow):
 
     rules: ClassVar[Mapping[str, Rule]] = {name: _kept(rule) for name, rule in Dataflow.rules.items()}
 
-    def keep(self, eqn: Any, outs: Sequence[Any]) -> Sequence[Any]:
+    def keep(self, eqn: Equation, outs: Sequence[Any]) -> Sequence[Any]:
         """Outside of every body, JAX's types say how values lie on Explicit axes."""
         super().keep(eqn, outs)
         if not self.active and any(map(_compat.is_typed, eqn.outvars)):
@@ -99,10 +99,10 @@ class Names(Recording):
         super().__init__()
         self.sizes = sizes
 
-    def constant(self, var: Any, value: Any) -> Labels:
+    def constant(self, var: Variable | None, value: Any) -> Labels:
         return ((),) * len(shape_of(var) if var is not None else getattr(value, "shape", ()))
 
-    def step(self, eqn: Any, operands: Sequence[Labels]) -> list[Labels]:
+    def step(self, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
         name, given = eqn.primitive.name, operands[0] if operands else ()
         entry = TABLE.get(name)
         if entry is not None:
@@ -114,7 +114,7 @@ class Names(Recording):
         pairs = zip(like, eqn.outvars, strict=True)
         return [one if len(one) == len(shape_of(v)) else self.constant(v, None) for one, v in pairs]
 
-    def _mapped(self, m: Any, eqn: Any, operands: Sequence[Labels]) -> list[Labels]:
+    def _mapped(self, m: Any, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
         known: dict[int, Label] = {}
         for labels, given in zip(m.operands, operands, strict=False):
             for label, parts in zip(labels, given, strict=False):
@@ -123,7 +123,7 @@ class Names(Recording):
         result = tuple(() if label is NEW else known.get(label, ()) for label in m.result)
         return [(*result, *[()] * len(shape_of(v)))[: len(shape_of(v))] for v in eqn.outvars]
 
-    def marked(self, eqn: Any, given: Labels) -> list[Labels]:
+    def marked(self, eqn: Equation, given: Labels) -> list[Labels]:
         """A string names the dimensions of a value; what `...` stands for keeps its names."""
         return [self.named(eqn.params["layout"], given, shape_of(eqn.outvars[0]), eqn.params.get("mapped", ()))]
 
@@ -154,7 +154,7 @@ class Names(Recording):
     def stacked(self, value: Labels, result: Any) -> Labels:
         return ((), *value)
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Labels]) -> Sequence[Labels]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> Sequence[Labels]:
         """A kernel's own string says what its arguments are called."""
         entering = list(operands)
         body = opened(part.jaxpr)[0]

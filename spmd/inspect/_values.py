@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, shape_of
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 
 ELEMENTWISE = frozenset(
@@ -96,7 +96,7 @@ class Value:
     table: Any = None
 
 
-def chained(eqn: Any, ins: Sequence[Value]) -> tuple[frozenset[Buffer], bool]:
+def chained(eqn: Equation, ins: Sequence[Value]) -> tuple[frozenset[Buffer], bool]:
     """The buffers of the results of an equation that is fused, and whether they are a chain."""
     found = [value.buffers for value in ins if value.buffers]
     if all(one is found[0] for one in found[1:]):
@@ -141,7 +141,7 @@ def stacked(value: Value) -> Value:
     return Value(((), *value.place) if isinstance(value.place, tuple) else value.place, inside=value.inside)
 
 
-def through(eqn: Any, ins: Sequence[Value]) -> list[Value]:
+def through(eqn: Equation, ins: Sequence[Value]) -> list[Value]:
     """Return where the results of an elementwise equation lie: with its operands, as sharding propagation has it."""
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
     name = eqn.primitive.name
@@ -192,12 +192,12 @@ def dtype_name(aval: Any) -> str:
     return str(getattr(aval, "dtype", ""))
 
 
-def is_matmul(eqn: Any) -> bool:
+def is_matmul(eqn: Equation) -> bool:
     """Return whether a matrix unit does it."""
     return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
 
 
-def flops_of(eqn: Any) -> tuple[str, float]:
+def flops_of(eqn: Equation) -> tuple[str, float]:
     """dtype and floating-point operations of one execution of an equation without jaxprs inside.
 
     Dots and convolutions: two per product. Reductions: one per element of the operand. Everything elementwise: one
@@ -218,7 +218,7 @@ def _is_inexact(dtype: Any) -> bool:
     return getattr(dtype, "kind", "") in "fc" or dtype.name.startswith(("bfloat16", "float"))
 
 
-def _count(eqn: Any) -> float:
+def _count(eqn: Equation) -> float:
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     first = eqn.invars[0].aval if eqn.invars else out
     if name == "dot_general":
@@ -242,7 +242,7 @@ def _count(eqn: Any) -> float:
     return float(math.prod(out.shape))
 
 
-def memory_of(eqn: Any, ins: Sequence[float], outs: Sequence[float]) -> float:
+def memory_of(eqn: Equation, ins: Sequence[float], outs: Sequence[float]) -> float:
     """Bytes of memory traffic of one execution, for operands and results of so many bytes: all of them for dots,
     convolutions, reductions, sorts and transforms; twice what a gather, a scatter or a slice moves; nothing of what is
     elementwise."""
@@ -258,7 +258,7 @@ def memory_of(eqn: Any, ins: Sequence[float], outs: Sequence[float]) -> float:
     return 0
 
 
-def writes_results(eqn: Any) -> bool:
+def writes_results(eqn: Equation) -> bool:
     """Return whether an equation with memory traffic writes its results whole, so that what follows can be fused into
     it."""
     return not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice"))

@@ -15,7 +15,7 @@ import numpy as np
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, WindowName, one_line
 from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.walker import COMMUNICATES, Domain, Held, Role, axes_of, opened, shape_of, walk
+from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Role, Variable, axes_of, opened, shape_of, walk
 from spmd._text.units import sent_bytes
 from spmd.checker import _tables as tables
 from spmd.errors import MeshError, SpmdError
@@ -122,7 +122,7 @@ class Walk(Domain):
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
 
-    def local_bytes(self, var: Any) -> float:
+    def local_bytes(self, var: Variable) -> float:
         """Bytes on one device of a variable outside kernels, once the walk was there."""
         [size] = self._sizes([var], [self.known.get(var, Value())])
         return size
@@ -148,11 +148,11 @@ class Walk(Domain):
 
     # --- values -------------------------------------------------------------------------------------------
 
-    def constant(self, var: Any, value: Any) -> Value:
+    def constant(self, var: Variable | None, value: Any) -> Value:
         [one] = self._stand([var])
         return replace(one, table=_integers_of(self._constants.get(var, value)))
 
-    def literal(self, atom: Any) -> Value:
+    def literal(self, atom: Variable) -> Value:
         return Value(ANYWHERE, table=_integers_of(atom.val))
 
     def join(self, one: Value, other: Value) -> Value:
@@ -178,7 +178,7 @@ class Walk(Domain):
 
     # --- jaxprs inside equations --------------------------------------------------------------------------
 
-    def run(self, eqn: Any, part: Held, operands: Sequence[Value]) -> list[Value]:
+    def run(self, eqn: Equation, part: Held, operands: Sequence[Value]) -> list[Value]:
         """Loops and branches take their operands from memory and leave their results there."""
         body = opened(part.jaxpr)[0]
         before, self.site, work = self.site, self._inside(eqn, part), self._work
@@ -204,7 +204,7 @@ class Walk(Domain):
         self.site, self._work = before, work
         return outs
 
-    def _inside(self, eqn: Any, part: Held) -> _Site:
+    def _inside(self, eqn: Equation, part: Held) -> _Site:
         """Return where the walk is in a jaxpr that an equation holds."""
         site = replace(self.site, names=self._names(eqn))
         if part.role == Role.MAP:
@@ -221,14 +221,14 @@ class Walk(Domain):
             return replace(site, exact=False) if length is None else replace(site, times=site.times * length)
         return site
 
-    def call(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
+    def call(self, eqn: Equation, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
         """A `jit` may say where its arguments lie."""
         if said := eqn.params.get("in_shardings"):
             lies = [of_sharding(s, len(shape_of(v)), self.sizes) for s, v in zip(said, eqn.invars, strict=True)]
             operands = [replace(v, place=p) if p is not None else v for v, p in zip(operands, lies, strict=True)]
         return super().call(eqn, part, operands)
 
-    def loop(self, eqn: Any, body: Held, test: Held | None, operands: Sequence[Value]) -> Sequence[Value]:
+    def loop(self, eqn: Equation, body: Held, test: Held | None, operands: Sequence[Value]) -> Sequence[Value]:
         """A round of a scan is to integers what a device is: they are another array in each."""
         ended, before = self._end(eqn.invars, operands), self._rounds
         count = len(body.stacked) - sum(body.stacked)
@@ -240,7 +240,7 @@ class Walk(Domain):
         self._rounds = before
         return self._stand(eqn.outvars, [replace(value, table=None) for value in outs])
 
-    def branches(self, eqn: Any, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
+    def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
         """Devices may take branches of their own, where the index is a known integer on each."""
         ended = self._end(eqn.invars, operands)
         self._switches.append(_Branches(turns_of(ended[0].table, self.sizes, len(parts))))
@@ -249,7 +249,7 @@ class Walk(Domain):
         self._work.switches.append(Switch(tuple(found.spent), found.turns))
         return self._stand(eqn.outvars, outs)
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
         mesh, new = eqn.params["mesh"], _compat.made_manual(eqn)
         self.sizes = self.sizes or dict(mesh.shape)
         if dict(mesh.shape) != self.sizes:
@@ -271,13 +271,13 @@ class Walk(Domain):
             left.append(Value(place, buffers=out.buffers, chain=out.chain, inside=out.inside))
         return left
 
-    def unread(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+    def unread(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """A custom call or a callback. The marker of `spmd.opaque` tells its own."""
         if _call_around(self._names(eqn)).verb != "opaque":
             self._island(eqn.primitive.name, eqn, opaque=True)
         return self._moves(eqn, operands)
 
-    def _marked(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+    def _marked(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         call = eqn.params["call"]
         if isinstance(call, CallName) and call.verb in ("local", "opaque"):
             self._island(call, eqn, opaque=call.verb == "opaque")
@@ -297,7 +297,7 @@ class Walk(Domain):
         value: Value,
         target: Placement,
         operand: Any,
-        eqn: Any,
+        eqn: Equation,
         layout: Layout | None = None,
         note: str = "",
     ) -> None:
@@ -322,7 +322,7 @@ class Walk(Domain):
         key = (moved.text, target, where) if value.label else len(self._boundary)
         self._boundary.setdefault(key, moved)
 
-    def _constrained(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+    def _constrained(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """A constraint of auto mode: ours has a name that knows its layout."""
         [value], [result] = operands, eqn.outvars
         target = of_sharding(eqn.params["sharding"], len(shape_of(result)), self.sizes)
@@ -334,7 +334,7 @@ class Walk(Domain):
         self._constraints.append(Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn)))
         return [Value(target, buffers=value.buffers, chain=value.chain, inside=value.inside)]
 
-    def _resharded(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+    def _resharded(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """On Explicit axes a change of place is an operation; on others it changes a type."""
         [value], sharding = operands, eqn.params["dst_sharding"]
         if not sharding.mesh.are_all_axes_explicit:
@@ -344,7 +344,7 @@ class Walk(Domain):
             self._move("reshard", value, target, eqn.invars[0], eqn)
         return [replace(value, place=target)]
 
-    def _island(self, text: str, eqn: Any, *, opaque: bool) -> None:
+    def _island(self, text: str, eqn: Equation, *, opaque: bool) -> None:
         text, where = one_line(text), self._line(eqn)
         self._islands.setdefault((text, where), Island(text, where, opaque))
 
@@ -359,11 +359,11 @@ class Walk(Domain):
 
     # --- collectives and work -----------------------------------------------------------------------------
 
-    def _collective(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+    def _collective(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         self._note(eqn)
         return self._moves(eqn, operands)
 
-    def _note(self, eqn: Any) -> None:
+    def _note(self, eqn: Equation) -> None:
         """Note a collective, unless it is one of a single device."""
         site, sizes = self.site, self.site.manual
         axes = tuple(a for a in self.sizes if a in axes_of(eqn) and sizes.get(a, 1) > 1)
@@ -411,7 +411,7 @@ class Walk(Domain):
 
     # --- memory -------------------------------------------------------------------------------------------
 
-    def step(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    def step(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         inside = Inside.of(operands) or self._fused_around(eqn)
         dtype, flops = flops_of(eqn)
         if flops:
@@ -425,7 +425,7 @@ class Walk(Domain):
         found = self._tables(eqn, operands)
         return [v if v.table is t else replace(v, table=t) for v, t in zip(outs, found, strict=True)]
 
-    def _results(self, eqn: Any, operands: Sequence[Value], inside: str) -> list[Value]:
+    def _results(self, eqn: Equation, operands: Sequence[Value], inside: str) -> list[Value]:
         """Return what the results are computed from. What is read and written for them is counted."""
         outs = through(eqn, operands)
         traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
@@ -437,7 +437,7 @@ class Walk(Domain):
         buffers, chain = chained(eqn, operands)
         return [replace(value, buffers=buffers, chain=chain) for value in outs]
 
-    def _tables(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Any]:
+    def _tables(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Any]:
         """The integers of the results, where those of all operands are known: the index of a `cond` is made of such."""
         aval = eqn.outvars[0].aval if eqn.outvars else None
         known = [value.table for value in operands if isinstance(value.table, tables.Table)]
@@ -445,7 +445,7 @@ class Walk(Domain):
             return [None] * len(eqn.outvars)
         return tables.evaluate(eqn, known, {**self.sizes, **self._rounds})
 
-    def _fused(self, eqn: Any, operands: Sequence[Value]) -> Sequence[Value]:
+    def _fused(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """An array that enters or leaves a kernel. The kernel reads it, or writes it. That of the backward pass knows
         cotangents only: it also reads the array whose cotangent it is."""
         self.has_kernels = True
@@ -462,7 +462,7 @@ class Walk(Domain):
             return [replace(value, inside=Inside(what, known))]
         return self._stand(eqn.outvars, [replace(value, inside=None)])
 
-    def _fused_around(self, eqn: Any) -> Inside | None:
+    def _fused_around(self, eqn: Equation) -> Inside | None:
         """The kernel that an equation belongs to by its names. One that is made of nothing has no operand inside."""
         return next((Inside(name) for _, name in self._names(eqn) if isinstance(name, FusedName)), None)
 
@@ -476,7 +476,7 @@ class Walk(Domain):
                 found.append(self._windows.setdefault((id(name.moves), phase), made))
         return found
 
-    def _moves(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
+    def _moves(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
         outs = [Value()] * len(eqn.outvars)
         both = (*self._sizes(eqn.invars, operands), *self._sizes(eqn.outvars, outs))
@@ -523,10 +523,10 @@ class Walk(Domain):
 
     # --- names --------------------------------------------------------------------------------------------
 
-    def _names(self, eqn: Any) -> tuple[tuple[str, str], ...]:
+    def _names(self, eqn: Equation) -> tuple[tuple[str, str], ...]:
         return (*self.site.names, *_compat.name_stack(eqn))
 
-    def _line(self, eqn: Any) -> str:
+    def _line(self, eqn: Equation) -> str:
         return _short(line_of(eqn, self.callers))
 
     def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd._jaxprs.facts import gather_around
 from spmd._jaxprs.lines import is_transposed
-from spmd._jaxprs.walker import Domain, Held, Role, axes_of, equations, held, opened, shape_of, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Role, Variable, axes_of, equations, held, opened, shape_of, walk
 from spmd._text.units import bytes_text, sent_bytes
 from spmd.checker import OutputFacts, check_jaxpr, early, explain_output, line_of
 from spmd.checker._history import EQUAL, History
@@ -347,14 +347,14 @@ class _Uses(Domain):
         around = [eqn for eqn in self.callers if eqn.primitive.name in ("scan", "while")]
         return math.prod(eqn.params.get("length", 0) for eqn in around)
 
-    def gather(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def gather(self, eqn: Equation, operands: Sequence[Any]) -> list[Any]:
         known = gather_around(eqn, self.callers)
         if known is None or not known.chosen or not operands[0]:
             return self.step(eqn, operands)
         self.gathers[id(eqn)] = eqn, self._times(), known.place
         return [operands[0] | {("gather", id(eqn))}]
 
-    def use(self, eqn: Any, operands: Sequence[Any], kind: str) -> list[Any]:
+    def use(self, eqn: Equation, operands: Sequence[Any], kind: str) -> list[Any]:
         own, axes = gather_around(eqn, self.callers), set(axes_of(eqn))
         copies = []
         for token in operands[0]:
@@ -366,17 +366,17 @@ class _Uses(Domain):
             self.uses.setdefault(id(eqn), (eqn, kind, self._times(), line_of(eqn, self.callers)))
         return [operands[0] | {("use", gather, id(eqn)) for gather in copies}]
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> Sequence[Any]:
         body = opened(part.jaxpr)[0]
         given = [value if _smooth(var) else frozenset() for value, var in zip(operands, body.invars, strict=True)]
         outs = self.run(eqn, part, given)
         self.ends |= frozenset().union(*outs)
         return outs
 
-    def constant(self, var: Any, value: Any) -> Any:
+    def constant(self, var: Variable | None, value: Any) -> Any:
         return frozenset()
 
-    def step(self, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    def step(self, eqn: Equation, operands: Sequence[Any]) -> list[Any]:
         every = frozenset().union(*operands)
         return [every if _smooth(var) else frozenset() for var in eqn.outvars]
 
@@ -384,13 +384,13 @@ class _Uses(Domain):
         return one | other
 
 
-def _smooth(var: Any) -> bool:
+def _smooth(var: Variable) -> bool:
     """Return whether a value has a gradient."""
     dtype = getattr(var.aval, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def _bytes(var: Any) -> int:
+def _bytes(var: Variable) -> int:
     return int(var.aval.size) * int(var.aval.dtype.itemsize)
 
 
@@ -405,7 +405,7 @@ def _derives(body: Iterable[tuple[Any, tuple[Any, ...]]]) -> bool:
     return any(is_transposed(eqn, callers) for eqn, callers in body)
 
 
-def _body(jaxpr: Any, callers: tuple[Any, ...] = (), within: bool = False) -> list[tuple[Any, tuple[Any, ...]]]:
+def _body(jaxpr: Any, callers: tuple[Equation, ...] = (), within: bool = False) -> list[tuple[Any, tuple[Any, ...]]]:
     """The equations of the kernel's body, at any depth, with those around them."""
     found: list[tuple[Any, tuple[Any, ...]]] = []
     for eqn in opened(jaxpr)[0].eqns:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.walker import Domain, held, opened, walk
+from spmd._jaxprs.walker import Domain, Equation, Variable, held, opened, walk
 from spmd.parallel._rematerialize import Known, Layer, alone, differentiable
 
 _LATER = Known.UNKNOWN  # a value that this part does not have
@@ -59,7 +59,7 @@ class Cut:
         self.crossing = [var for var in order if var in lost and var in self.read and var not in self.again]
         self.count = len(self.crossing) + sum(inner.count for inner, _ in self.scans.values())
 
-    def _make(self, eqn: Any) -> None:
+    def _make(self, eqn: Equation) -> None:
         mine = [var in self.made for var in eqn.outvars]
         if not any(mine):
             return
@@ -74,7 +74,7 @@ class Cut:
         self.made.update(_variables(atom for atom, one in zip(eqn.invars, used, strict=True) if one))
         self.made.update(var for var, one in zip(eqn.outvars, mine, strict=True) if one)
 
-    def _of_scan(self, eqn: Any, mine: list[bool]) -> tuple[Cut, list[bool]]:
+    def _of_scan(self, eqn: Equation, mine: list[bool]) -> tuple[Cut, list[bool]]:
         """The cut body of a scan. A carry that the first part reads is its own too."""
         loop = _Loop(eqn)
         again = [
@@ -91,7 +91,7 @@ class Cut:
                 return inner, mine
             mine = more
 
-    def _read(self, eqn: Any) -> None:
+    def _read(self, eqn: Equation) -> None:
         if id(eqn) in self.scans:
             inner, mine = self.scans[id(eqn)]
             loop = _Loop(eqn)
@@ -102,7 +102,7 @@ class Cut:
         elif self.second(eqn):
             self.read.update(_variables(eqn.invars))
 
-    def second(self, eqn: Any) -> bool:
+    def second(self, eqn: Equation) -> bool:
         """Return whether the second part has an equation, even if the first one has it too."""
         if not any(var in self.made for var in eqn.outvars):
             return True
@@ -132,7 +132,7 @@ def _variables(atoms: Any) -> Iterator[Any]:
 class _Loop:
     """Where a scan has its constants, its carries and what it runs over."""
 
-    def __init__(self, eqn: Any) -> None:
+    def __init__(self, eqn: Equation) -> None:
         self.body = held(eqn)[0]
         self.inputs = opened(self.body.jaxpr)[0].invars
         self.carries = len(self.body.stacked) - sum(self.body.stacked)
@@ -173,10 +173,10 @@ class _Values(Domain):
         super().__init__()
         self.cut = cut
 
-    def constant(self, var: Any, value: Any) -> Any:
+    def constant(self, var: Variable | None, value: Any) -> Any:
         return value
 
-    def one(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def one(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return alone(opened(self.cut.jaxpr)[0], eqn, operands)
 
 
@@ -185,7 +185,7 @@ class _First(_Values):
         super().__init__(cut)
         self.stacks: list[Any] = []
 
-    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if not any(var in self.cut.made for var in eqn.outvars):
             return [_LATER] * len(eqn.outvars)
         if id(eqn) not in self.cut.scans:
@@ -208,7 +208,7 @@ class _Second(_Values):
         self.given = dict(zip(cut.crossing, crossing, strict=False))
         self.stacks = list(crossing[len(cut.crossing) :])
 
-    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if id(eqn) in self.cut.scans:
             inner, mine = self.cut.scans[id(eqn)]
             stacks, self.stacks = self.stacks[: inner.count], self.stacks[inner.count :]
@@ -226,7 +226,7 @@ class _Second(_Values):
         return [self.given.get(var, out) for var, out in zip(eqn.outvars, outs, strict=True)]
 
 
-def _only(eqn: Any, operands: Sequence[Any], used: set[Any]) -> list[Any]:
+def _only(eqn: Equation, operands: Sequence[Any], used: set[Any]) -> list[Any]:
     """The operands of a scan that its body uses, and its carries."""
     loop = _Loop(eqn)
     return [
@@ -248,19 +248,19 @@ class _Inlined(Domain):
         super().__init__()
         self.jaxpr = opened(jaxpr)[0]
 
-    def constant(self, var: Any, value: Any) -> Any:
+    def constant(self, var: Variable | None, value: Any) -> Any:
         return value
 
-    def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return alone(self.jaxpr, eqn, operands)
 
-    def mapped(self, eqn: Any, part: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def mapped(self, eqn: Equation, part: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return self.step(eqn, operands)
 
-    def branches(self, eqn: Any, parts: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def branches(self, eqn: Equation, parts: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return self.step(eqn, operands)
 
-    def loop(self, eqn: Any, body: Any, test: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def loop(self, eqn: Equation, body: Any, test: Any, operands: Sequence[Any]) -> Sequence[Any]:
         if test is not None:
             return self.step(eqn, operands)
         return _Loop(eqn).run(lambda values, _: (inlined(body.jaxpr, values), ()), operands, [True] * len(eqn.outvars))[

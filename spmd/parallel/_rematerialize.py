@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from spmd import Layout
-from spmd._jaxprs.walker import Domain, plain_call, walk
+from spmd._jaxprs.walker import Domain, Equation, Variable, plain_call, walk
 from spmd._trees.leaves import has_room, is_array, kind_of
 from spmd._trees.matching import match_prefix
 from spmd.errors import LayoutError, MeshError
@@ -135,17 +135,17 @@ class Known(Domain):
 
     UNKNOWN: ClassVar[Any] = object()
 
-    def constant(self, var: Any, value: Any) -> Any:
+    def constant(self, var: Variable | None, value: Any) -> Any:
         return True
 
-    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """An equation is one piece, whatever it holds, except a plain call: a part of it can be made again."""
         if not any(one is Known.UNKNOWN for one in operands):
             return self.replayed(eqn, operands)
         inner = plain_call(eqn)
         return [Known.UNKNOWN] * len(eqn.outvars) if inner is None else walk(inner, operands, self)
 
-    def replayed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def replayed(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return [True] * len(eqn.outvars)
 
 
@@ -156,14 +156,14 @@ class _Replay(Known):
         super().__init__()
         self.jaxpr = jaxpr
 
-    def constant(self, var: Any, value: Any) -> Any:
+    def constant(self, var: Variable | None, value: Any) -> Any:
         return value
 
-    def replayed(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    def replayed(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return alone(self.jaxpr, eqn, operands)
 
 
-def alone(jaxpr: Any, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+def alone(jaxpr: Any, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """The results of one equation of an open jaxpr, as the jaxpr that has no other."""
     given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
     results = list(eqn.outvars)

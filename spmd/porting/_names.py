@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from spmd import _compat
-from spmd._jaxprs.walker import Held, opened, shape_of
+from spmd._jaxprs.walker import Equation, Held, Variable, opened, shape_of
 from spmd.checker._state import HIDDEN, State, is_divided
 from spmd.checker._table import NEW
 from spmd.inspect._recorded import Label, Labels, Names, Part
@@ -71,19 +71,19 @@ class Guess(Names):
     def same(self, one: Labels, other: Labels) -> bool:
         return list(map(self._rooted, one)) == list(map(self._rooted, other))
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Labels]) -> Sequence[Labels]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> Sequence[Labels]:
         body = opened(part.jaxpr)[0]
         pairs = zip(body.invars, eqn.params["in_specs"], strict=True)
         entering = [self._entering(f"{id(eqn)}:{i}", var, spec) for i, (var, spec) in enumerate(pairs)]
         return self.run(eqn, part, entering)
 
-    def _entering(self, name: str, var: Any, spec: Any) -> Labels:
+    def _entering(self, name: str, var: Variable, spec: Any) -> Labels:
         shape = shape_of(var)
         entries = _compat.partitions(spec, len(shape))
         whole = [n * math.prod(map(self.sizes.__getitem__, axes_tuple(e))) for n, e in zip(shape, entries, strict=True)]
         return tuple(((f"{name}:{d}", size),) for d, size in enumerate(whole))
 
-    def _mapped(self, m: Any, eqn: Any, operands: Sequence[Labels]) -> list[Labels]:
+    def _mapped(self, m: Any, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
         met: dict[int, Label] = {}
         for labels, given in zip(m.operands, operands, strict=False):
             for label, parts in zip(labels, given, strict=False):

@@ -15,7 +15,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.factored import expanded, factors_of, in_factors
 from spmd._jaxprs.lines import frames_of, is_ours, is_transposed, line_of, short_line
-from spmd._jaxprs.walker import COMMUNICATES, Role, equations, held, opened, shape_of, walk
+from spmd._jaxprs.walker import COMMUNICATES, Equation, Role, Variable, equations, held, opened, shape_of, walk
 from spmd.checker._dataflow import walk_closed
 from spmd.inspect._recorded import States
 from spmd.language import axes_tuple
@@ -62,7 +62,7 @@ class Body:
       outputs: Those of the results.
     """
 
-    eqn: Any
+    eqn: Equation
     inputs: dict[str, str] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
 
@@ -117,7 +117,7 @@ class Trace:
         walk_closed(states, self.jaxpr)
         return states
 
-    def _body(self, eqn: Any, names: Sequence[str]) -> Body:
+    def _body(self, eqn: Equation, names: Sequence[str]) -> Body:
         inner, params = opened(eqn.params["jaxpr"])[0], eqn.params
         paths = [path for path in eqn.params["jaxpr"].debug_info.arg_names if path]
         first = len(inner.invars) - len(paths)  # constants that JAX hoisted out of the body come before
@@ -193,7 +193,7 @@ class Trace:
         why = (in_groups(each[0], self.factors) if each else "") or ("" if both else _NO_STRING)
         return Site(line, text, node, argument, both, why)
 
-    def _operand(self, eqn: Any, number: int, callee: str, alone: bool) -> Operand:
+    def _operand(self, eqn: Equation, number: int, callee: str, alone: bool) -> Operand:
         var = eqn.invars[number]
         state, labels = self.states.known[var], self.guess.known[var]
         order = tuple(self.sizes)
@@ -219,7 +219,7 @@ class Trace:
         text = reduction(whole, makes[0].params["axes"], keeps)
         return left if text is None else Site(site.line, site.text, site.node, array, [text.replace(X, around)])
 
-    def _stands(self, eqn: Any, node: ast.expr) -> bool:
+    def _stands(self, eqn: Equation, node: ast.expr) -> bool:
         """Return whether an expression made an equation."""
         span = (node.lineno, node.col_offset, node.end_lineno, node.end_col_offset)
         return any(one.code.co_filename == self.file.path and one.span == span for one in frames_of(eqn))
@@ -230,7 +230,7 @@ def _is_array(node: ast.expr) -> bool:
     return not (isinstance(node, ast.Name) and node.id in ("jnp", "np", "lax", "jax"))
 
 
-def _of_kernel(eqn: Any) -> bool:
+def _of_kernel(eqn: Equation) -> bool:
     """Return whether a kernel of ours made a `shard_map`."""
     return is_ours(eqn)
 
@@ -290,7 +290,7 @@ def starts(trace: Trace) -> Iterator[Edit]:
             yield Edit(*span, ("jax.lax.pcast(", span, f', {text}, to="varying")'))
 
 
-def _maker(trace: Trace, made: Any, var: Any) -> ast.Call | None:
+def _maker(trace: Trace, made: Any, var: Variable) -> ast.Call | None:
     """The call in the file that makes a constant array, through changes of its dtype or shape."""
     for _ in range(4):
         eqn = None if isinstance(var, Literal) else made.get(var)

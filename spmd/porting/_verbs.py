@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from spmd._jaxprs.factored import Factors, name_of
-from spmd._jaxprs.walker import axes_of
+from spmd._jaxprs.walker import Equation, axes_of
 from spmd.checker._state import State
 from spmd.porting._names import Dims, Namer, Word, text_of
 
@@ -30,7 +29,7 @@ class Operand:
       alone: Whether the call has one array.
     """
 
-    eqn: Any
+    eqn: Equation
     number: int
     state: State
     dims: Dims

@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import LineName, gradient_line, is_transposed, line_of
-from spmd._jaxprs.walker import shape_of
+from spmd._jaxprs.walker import Equation, shape_of
 from spmd._text.units import bytes_text
 from spmd.checker._table import TABLE
 from spmd.inspect._program import of_sharding
@@ -214,7 +214,7 @@ class Reader:
         return f"{name} takes it so"
 
 
-def _is_typed(eqn: Any) -> bool:
+def _is_typed(eqn: Equation) -> bool:
     """Return whether the types of Explicit axes ask for what an equation moves."""
     sharding = eqn.params.get("out_sharding") if eqn.primitive.name != "reshard" else eqn.params["dst_sharding"]
     return bool(sharding is not None and AxisType.Explicit in sharding.mesh.axis_types)

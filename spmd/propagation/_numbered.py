@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.walker import Role, held, opened
+from spmd._jaxprs.walker import Equation, Role, held, opened
 from spmd._trees.leaves import is_array, is_number
 from spmd.errors import SpmdError
 from spmd.inspect._program import of_arrays, stage, under
@@ -137,7 +137,7 @@ class _Numbering:
             self._known[id(jaxpr)] = jaxpr, _compat.with_equations(jaxpr, eqns)  # both, so that no other gets its id
         return self._known[id(jaxpr)][1]
 
-    def _numbered(self, eqn: Any) -> list[Any]:
+    def _numbered(self, eqn: Equation) -> list[Any]:
         number = len(self._equations)
         self._equations.append(eqn)
         run = {id(one.jaxpr) for one in held(eqn) if one.role in _RUN} if eqn.params else set()
@@ -153,7 +153,7 @@ class _Numbering:
             return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
         return value
 
-    def _constrained(self, eqn: Any, asked: Mapping[int, Any]) -> list[Any]:
+    def _constrained(self, eqn: Equation, asked: Mapping[int, Any]) -> list[Any]:
         """The equation, and a constraint behind each result that is asked for one."""
         outs, more = list(eqn.outvars), []
         for i, sharding in asked.items():

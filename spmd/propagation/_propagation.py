@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd._jaxprs.lines import LineName, is_transposed, line_of, short_line
-from spmd._jaxprs.walker import Role, held, opened, walk
+from spmd._jaxprs.walker import Equation, Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
 from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd._text.units import bytes_text
@@ -263,7 +263,7 @@ _NOTHING = "no change of layout"
 _HEAD = ("collective", "axes", "times", "bytes", "where", "layout")
 
 
-def jaxprs_of(jaxpr: Any, callers: tuple[Any, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+def jaxprs_of(jaxpr: Any, callers: tuple[Equation, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """All jaxprs that run, opened, each with the equations around it."""
     body = opened(jaxpr)[0]
     yield body, callers

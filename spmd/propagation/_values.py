@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from spmd import _compat
 from spmd._jaxprs.facts import LayoutName
-from spmd._jaxprs.walker import Held, Rule, call_of, opened, shape_of, walk
+from spmd._jaxprs.walker import Equation, Held, Rule, Variable, call_of, opened, shape_of, walk
 from spmd.checker._state import Axes, State, axes_of_dim, plain
 from spmd.checker._table import MOVES, TABLE
 from spmd.inspect._recorded import Labels, Names, Path, Recording, States, inferred_text
@@ -27,17 +27,17 @@ class WholeNames(Names):
         super().__init__(sizes)
         self.taken: dict[tuple[Path, int], Sequence[Labels]] = {}
 
-    def equation(self, eqn: Any, operands: Sequence[Labels]) -> Sequence[Labels]:
+    def equation(self, eqn: Equation, operands: Sequence[Labels]) -> Sequence[Labels]:
         self.taken[self.path, id(eqn)] = operands
         return super().equation(eqn, operands)
 
-    def marked(self, eqn: Any, given: Labels) -> list[Labels]:
+    def marked(self, eqn: Equation, given: Labels) -> list[Labels]:
         if any(one.primitive.name == "shard_map" for one in self.callers):
             return super().marked(eqn, given)
         mapped = eqn.params.get("mapped", ())
         return [self.on_whole(eqn.params["layout"], given, shape_of(eqn.outvars[0]), mapped)]
 
-    def constrained(self, eqn: Any, given: Labels) -> list[Labels]:
+    def constrained(self, eqn: Equation, given: Labels) -> list[Labels]:
         names = [name for _, name in reversed(_compat.name_stack(eqn)) if isinstance(name, LayoutName)]
         return [self.on_whole(names[0].layout, given, shape_of(eqn.outvars[0])) if names else given]
 
@@ -49,7 +49,7 @@ class WholeNames(Names):
         finally:
             self.sizes = own
 
-    def rule_constrained(self, eqn: Any, operands: Sequence[Labels]) -> Sequence[Labels]:
+    def rule_constrained(self, eqn: Equation, operands: Sequence[Labels]) -> Sequence[Labels]:
         self.taken[self.path, id(eqn)] = operands
         return self.keep(eqn, self.constrained(eqn, operands[0]))
 
@@ -113,20 +113,20 @@ class Places(Recording):
         self._moved = {move.user for move in reading.moves} | sums
         self.open: dict[tuple[Number, str, Axes], Sequence[Any]] = {}
 
-    def constant(self, var: Any, value: Any) -> State | None:
+    def constant(self, var: Variable | None, value: Any) -> State | None:
         return None
 
-    def step(self, eqn: Any, operands: Sequence[Any]) -> Sequence[State | None]:
+    def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[State | None]:
         return [None] * len(eqn.outvars)
 
-    def equation(self, eqn: Any, operands: Sequence[Any]) -> Sequence[State | None]:
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[State | None]:
         outs = super().equation(eqn, operands)
         number = tuple(self._number[i] for i in (*self.path, id(eqn)))
         found = _fitted(eqn.outvars, self._places.get(number, ()))
         self._left_open(eqn, number, operands)
         return self.keep(eqn, [old if new is None else new for new, old in zip(found, outs, strict=True)])
 
-    def _left_open(self, eqn: Any, number: Number, operands: Sequence[State | None]) -> None:
+    def _left_open(self, eqn: Equation, number: Number, operands: Sequence[State | None]) -> None:
         name = eqn.primitive.name
         entry = TABLE.get(name)
         if entry is None or number in self._moved:
@@ -143,7 +143,7 @@ class Places(Recording):
                 ):
                     self.open[number, kind, axes] = [*self.callers, eqn]
 
-    def mapped(self, eqn: Any, part: Held, operands: Sequence[Any]) -> Sequence[State | None]:
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> Sequence[State | None]:
         return [None] * len(eqn.outvars)  # the body's own walk says how values lie there
 
     def join(self, one: State | None, other: State | None) -> State | None:
