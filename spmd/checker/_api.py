@@ -80,7 +80,8 @@ def checked(
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
     unknown = unknown_lines(walk, jaxpr)
-    findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=not raw or bool(trial.faults))
+    whole = not raw or bool(trial.faults)
+    findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
     if raw and trial.wrong and not findings:
         trial = Trial(walk.sizes, why=_MEANT)
     verdict = judge(findings, trial, unknown)
@@ -177,7 +178,7 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | No
         return
     trial = but_for_noise(ask(), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
-    report(kernel, confirmed(found, trial, kernel, unknown, whole=full), how, trial.why)
+    report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, trial.why)
 
 
 class InState(NamedTuple):

@@ -68,6 +68,7 @@ class Trial:
       quiet: Whether one number stood in for all random ones.
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
       readings: What had to be read as sizes of axes, so that it agrees.
+      results: Whether each result differs, in order.
     """
 
     sizes: Mapping[str, int]
@@ -82,6 +83,7 @@ class Trial:
     quiet: bool = False
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
     readings: tuple[Reading | ReadShift, ...] = ()
+    results: tuple[bool, ...] = ()
 
     @property
     def wrong(self) -> bool:
@@ -230,7 +232,9 @@ class _Program:
                 return Trial(sizes, why="a part of it is meant per shard")
             line = line_of_body(first_body(ours))
             trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line, quiet=quiet)
-            trial = replace(trial, along=functools.partial(self._along, form, wanted, run))
+            wrong = {one.path for one in differences}
+            results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
+            trial = replace(trial, along=functools.partial(self._along, form, wanted, run), results=results)
             if faults or self.reference:
                 return trial
             if self._same_on_whole_arrays(form, found, run):
@@ -393,6 +397,11 @@ class _Form(NamedTuple):
 
     tree: Any
     shapes: tuple[Any, ...]
+
+    def paths(self) -> list[Any]:
+        """Return where each result and gradient stands in what `pulled` gives."""
+        places = jax.tree.unflatten(self.tree, range(len(self.shapes)))
+        return [path for path, _ in jax.tree_util.tree_flatten_with_path(places)[0]]
 
 
 def _structs_of(arrays: Sequence[Any]) -> list[Any]:

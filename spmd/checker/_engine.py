@@ -74,6 +74,7 @@ class Engine(Domain):
       root: The jaxpr that is walked, for those who look again.
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
+      about: The equation that each finding is about.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -99,6 +100,7 @@ class Engine(Domain):
         self._stacks: dict[int, tuple[Any, tuple[frozenset[str], bool]]] = {}
         self._history: History | None = None
         self._blamed: dict[Any, Finding] = {}
+        self.about: dict[Finding, Equation] = {}
 
     # --- what messages ask -----------------------------------------------------------------------------------
 
@@ -128,6 +130,7 @@ class Engine(Domain):
         """Keep a finding, with its class and the user's line to blame."""
         line = line or self._line(*(where or (eqn, tuple(self.callers))))
         self.findings.append(found(fault, kind, line, certain))
+        self.about[self.findings[-1]] = where[0] if where else eqn
 
     def _line(self, eqn: Equation, callers: tuple[Equation, ...]) -> str:
         """The line of an equation. What this package or JAX wrote has none, and then it is the line that made the
@@ -310,6 +313,7 @@ class Engine(Domain):
             last = self.findings.pop()
             fault = report.on_pieces_too(self, eqn, last, pieces)
             self.findings.append(found(fault, last.kind, last.line, last.certain))
+            self.about[self.findings[-1]] = eqn
             self._said_once(eqn, operands, known)
             lost = set()
         told = {Pending(UNREAD, axis, -1) for axis in quiet}

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from spmd._jaxprs.lines import called_at, line_of
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import equations, opened
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
@@ -24,6 +24,8 @@ _SUSPICIONS = frozenset(("nonlinear", "mixed", "pending", "copies", "disagree", 
 # A call that closes an axis which its string does not name moves what nobody wrote; and other arguments than those that
 # were drawn may let devices part.
 _ALWAYS = ("closed", "divergent")
+
+_BACKWARD = frozenset(("gradient", "type"))  # what gradients tell, and results do not
 
 _SHOWN = 3  # lines, or arrays, that a text lists
 
@@ -95,7 +97,13 @@ def _compared(trial: Trial) -> str:
 
 
 def confirmed(
-    suspicions: Iterable[Finding], trial: Trial, name: str, unknown: Sequence[str] = (), *, whole: bool = True
+    suspicions: Iterable[Finding],
+    trial: Trial,
+    name: str,
+    unknown: Sequence[str] = (),
+    *,
+    whole: bool = True,
+    walk: Engine | None = None,
 ) -> list[Finding]:
     """Return what is left of what types suspect when numbers have spoken, and what only numbers show.
 
@@ -108,6 +116,7 @@ def confirmed(
       name: The program, for messages.
       unknown: The lines where types lose a value: one of them may be wrong where types suspect nothing.
       whole: Whether numbers were asked of a whole program, and not because of these suspicions alone.
+      walk: What suspects.
     """
     kept = list(suspicions)
     if trial.agrees:
@@ -119,9 +128,25 @@ def confirmed(
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
     copies = any(fault.kind == "copies" for fault in trial.faults)
     kept = [one for one in kept if one.kind != "type" or copies or not trial.wrong]
-    if trial.wrong and whole and not any(one.certain for one in kept):
+    innocent = [] if walk is None else _innocent(kept, trial, walk)
+    kept = [one for one in kept if one not in innocent]
+    if trial.wrong and (whole or innocent) and not any(one.certain for one in kept):
         kept.append(_by_numbers(trial, name, unknown))
     return kept
+
+
+def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
+    """Return the suspicions on which results depend that are right, and none that is wrong. What only a gradient shows
+    may be any of them."""
+    outs = opened(walk.root)[0].outvars
+    if len(outs) != len(trial.results) or trial.faults:
+        return []
+    behind: dict[bool, set[Any]] = {True: set(), False: set()}
+    for var, differs in zip(outs, trial.results, strict=True):
+        behind[differs].update(walk.history.behind(var))
+    makes = lambda one, differs: not behind[differs].isdisjoint(walk.about[one].outvars)
+    known = [one for one in suspicions if one in walk.about and one.kind not in _BACKWARD]
+    return [one for one in known if makes(one, False) and not makes(one, True)] if any(trial.results) else []
 
 
 def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:

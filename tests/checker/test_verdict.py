@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import spmd
 from spmd.checker import Trial
 from spmd.checker._finding import found
 from spmd.checker._verdict import Verdict, confirmed, judge
-from spmd.errors import Fault
+from spmd.errors import Fault, ReplicationError
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 SIZES = {"dp": 2, "tp": 4}
@@ -184,3 +185,23 @@ def test_what_nobody_holds_is_not_an_error_of_ours() -> None:
         terms = jax.reshard(jnp.arange(8.0), P(unreduced={"x"}))
         found = [spmd.check(summed, terms), spmd.check(kept, jax.device_put(jnp.arange(8), P("x")))]
     assert [(list(one), one.verdict.kind) for one in found] == [([], "not tested")] * 2
+
+
+def test_a_line_is_innocent_if_only_right_results_depend_on_it() -> None:
+    """A mean of equal copies is a suspicion, which numbers dismiss where nothing is wrong. Here something else is."""
+
+    def body(x, square):
+        mean = spmd.reduce(x, "b/dp e -> e", "mean")
+        return lax.pmean(mean.sum(), "dp"), square(x)
+
+    late = lambda x: lax.psum(jnp.square(x.sum(0)), "dp")
+    right = lambda x: jnp.square(lax.psum(x.sum(0), "dp"))
+    hidden = lambda x: lax.pmax(jnp.square(x.sum(0)), "dp")
+    x = jax.ShapeDtypeStruct((8, 3), "float32")
+    kernel = lambda square: spmd.kernel("b/dp e -> scalar, e", mesh=spmd.make_mesh(dp=4))(partial(body, square=square))
+    with pytest.raises(ReplicationError) as caught:
+        kernel(late).trace(x)
+    for findings in (caught.value.findings, spmd.check(kernel(late), x)):
+        assert [one.kind for one in findings] == ["nonlinear"]
+    assert spmd.check(kernel(right), x).verdict.kind == "proved"
+    assert spmd.check(kernel(hidden), x).verdict.kind == "wrong"
