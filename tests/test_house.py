@@ -33,7 +33,7 @@ BUDGET = {
     "_python": 210,
     "_text": 190,
     "_trees": 440,
-    "checker": 5535,
+    "checker": 5545,
     "cluster": 1915,
     "comm": 2340,
     "drawing": 300,

@@ -197,6 +197,7 @@ class _Program:
         self.structs = _structs_of(self.draws[0][-1])
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
+        self.pulled: dict[Any, tuple[Any, _Form]] = {}
         self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
     def tried(self, grad: bool, quiet: bool = False) -> Trial:
@@ -334,9 +335,11 @@ class _Program:
         key, structs = (*sizes.items(), how), _placed(self.structs, self.specs, self.mesh, sizes)
         if key not in self.forward:
             self.forward[key] = _on_mesh(self.mesh, sizes, how, self.fn, structs)
-        found, form = self._pulled(self.forward[key], sizes, how)
-        _check_testable(found, sizes)
-        return found, form
+        if (key, self.grad) not in self.pulled:
+            found, form = self._pulled(self.forward[key], sizes, how)
+            _check_testable(found, sizes)
+            self.pulled[key, self.grad] = found, form
+        return self.pulled[key, self.grad]
 
     def _pulled(self, program: Traced, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """A traced program with its gradients."""

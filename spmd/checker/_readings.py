@@ -22,6 +22,7 @@ from spmd._jaxprs.walker import equations, shape_of
 from spmd.language import axes_tuple
 
 _MOST = 16  # readings that are tried
+_EQUATIONS = 20_000  # that all of them may have together
 
 
 Number = tuple[float, bool]  # and whether its type is that of an integer
@@ -101,7 +102,8 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
         everywhere += [replace(one, line=at[0]) if len(at) == 1 else one] if at else []
         alone += [replace(one, line=line) for line in at] if len(at) > 1 else []
     pairs = itertools.combinations(everywhere, 2)
-    return itertools.islice(itertools.chain(((one,) for one in (*everywhere, *alone)), pairs), _MOST)
+    most = min(_MOST, _EQUATIONS // sum(1 for _ in equations(base)))
+    return itertools.islice(itertools.chain(((one,) for one in (*everywhere, *alone)), pairs), most)
 
 
 def _possible(ours: Any, written: Mapping[str, int]) -> Iterator[Reading]:
