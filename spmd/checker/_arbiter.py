@@ -269,7 +269,7 @@ class _Program:
         for several in readings(ours, base, self.written):
             wanted = run(base, several, other)[0]
             along = functools.partial(self._along, form, wanted, run, read=several, base=base)
-            if not (along(self.sizes) or any(map(along, _alone(self.sizes).values()))):
+            if along(self.sizes) == [] and not any(map(along, _alone(self.sizes).values())):  # None: nobody can tell
                 return several
         return ()
 

@@ -47,7 +47,7 @@ class Reading:
     line: str = ""
 
     def may_be(self, number: Number) -> bool:
-        """Return whether a number may be read so. The size of a block counts rows, and is no factor."""
+        """Return whether a number may be read so. Only an integer can be the size of a block."""
         value, whole = number
         return math.isclose(value, self.number, rel_tol=1e-6) and (whole or self.says != "block")
 
@@ -102,7 +102,7 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
         everywhere += [replace(one, line=at[0]) if len(at) == 1 else one] if at else []
         alone += [replace(one, line=line) for line in at] if len(at) > 1 else []
     pairs = itertools.combinations(everywhere, 2)
-    most = min(_MOST, _EQUATIONS // sum(1 for _ in equations(base)))
+    most = min(_MOST, _EQUATIONS // max(1, sum(1 for _ in equations(base))))
     return itertools.islice(itertools.chain(((one,) for one in (*everywhere, *alone)), pairs), most)
 
 

@@ -42,10 +42,10 @@ class Verdict:
     | kind | means |
     |---|---|
     | `proved` | types follow every value to the results, and numbers agree |
-    | `tested` | types lose a value (`reasons` has the lines), or numbers are random; and numbers agree |
+    | `tested` | numbers agree; types lose a value, numbers are random, or one is read as a size: see `reasons` |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
-    | `not tested` | there are no findings; numbers could not be compared, or a program may mean to depend on the mesh |
+    | `not tested` | there are no findings; numbers were not compared, or they depend on the mesh, perhaps on purpose |
     """
 
     kind: str
@@ -78,10 +78,11 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
         return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
-    read = [f"Here {' and '.join(map(str, trial.readings))}, which jax.lax.axis_size gives on any mesh"]
+    shown = f"Here {' and '.join(map(str, trial.readings))}, which jax.lax.axis_size gives on any mesh"
     lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
     sure = not (unknown or trial.quiet or trial.readings)
-    return Verdict("proved" if sure else "tested", [_compared(trial), *read[: len(trial.readings)], *lost])
+    read = [shown] if trial.readings else []
+    return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost])
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -138,15 +139,15 @@ def confirmed(
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
     """Return the suspicions on which results depend that are right, and none that is wrong. What only a gradient shows
     may be any of them."""
+    known = [one for one in suspicions if one in walk.about and one.kind not in _BACKWARD]
     outs = opened(walk.root)[0].outvars
-    if len(outs) != len(trial.results) or trial.faults:
+    if not known or not any(trial.results) or len(outs) != len(trial.results) or trial.faults:
         return []
     behind: dict[bool, set[Any]] = {True: set(), False: set()}
     for var, differs in zip(outs, trial.results, strict=True):
         behind[differs].update(walk.history.behind(var))
     makes = lambda one, differs: not behind[differs].isdisjoint(walk.about[one].outvars)
-    known = [one for one in suspicions if one in walk.about and one.kind not in _BACKWARD]
-    return [one for one in known if makes(one, False) and not makes(one, True)] if any(trial.results) else []
+    return [one for one in known if makes(one, False) and not makes(one, True)]
 
 
 def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
