@@ -28,8 +28,8 @@ if TYPE_CHECKING:
         stencil,
         testing,
     )
-    from spmd._topologies import topology_devices
     from spmd._trees.matching import match_layouts
+    from spmd.accelerators import topology_devices
     from spmd.comm import *
     from spmd.inspect._check import check
     from spmd.inspect._explanation import explain
@@ -148,7 +148,7 @@ _HOMES = {
     "explain": "inspect._explanation",
     "match_layouts": "_trees.matching",
     "search": "searcher._search",
-    "topology_devices": "_topologies",
+    "topology_devices": "accelerators",
     "visualize": "inspect._picture",
 }
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from spmd._text.table import wrapped
+from spmd._text import wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 84  # of code and output; what is wider does not fit beside the menu

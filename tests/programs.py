@@ -26,7 +26,7 @@ from tests.comm import cases
 from tests.comm.test_permute import Move
 from tests.ops import (
     harness,
-    test_einsum,
+    test_einops,
     test_reduce,
     test_softmax,
     test_top_k,
@@ -345,10 +345,10 @@ def transforms(c: Choices) -> Program:
 @family(10)
 def einsum(c: Choices) -> Program:
     sampler = Sampler(c)
-    mesh, pattern, sizes = test_einsum.random_call(sampler, c.choice(test_einsum.SHAPES))
+    mesh, pattern, sizes = test_einops.random_call(sampler, c.choice(test_einops.SHAPES))
     inputs, (output,) = sim.split_pattern(pattern)
     dtype = numbers(sampler, (1,), "fic").dtype
-    arrays = [sampler.array(test_einsum.shape_of(i, sizes), dtype) for i in inputs]
+    arrays = [sampler.array(test_einops.shape_of(i, sizes), dtype) for i in inputs]
     bound = {n: sizes[n] for n in ("h",) if n in sizes}
     flat = lambda layout: "".join(sim.read(layout).names)
     apart = lambda x, layout: einops.rearrange(

@@ -26,28 +26,27 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 1990,
+    ".": 2155,
     "_cli": 470,
     "_jaxprs": 655,
     "_processes": 220,
     "_python": 210,
-    "_text": 190,
     "_trees": 440,
-    "checker": 5545,
+    "checker": 5520,
     "cluster": 1915,
-    "comm": 2340,
+    "comm": 2320,
     "drawing": 300,
     "haliax": 340,
     "inspect": 4310,
-    "kernels": 1845,
+    "kernels": 1840,
     "language": 1520,
-    "nn": 1025,
+    "nn": 1020,
     "ops": 4420,
-    "parallel": 2700,
-    "porting": 960,
+    "parallel": 2690,
+    "porting": 945,
     "propagation": 2060,
     "searcher": 450,
-    "testing": 760,
+    "testing": 745,
 }
 SLACK = 50  # lines that a room may be below its budget
 
@@ -56,12 +55,11 @@ FLOORS = {
     "errors.py": 0,
     "_compat.py": 0,
     "_python/": 0,
-    "_text/": 0,
+    "_text.py": 0,
     "language/": 1,
     "drawing/": 1,
     "_jaxprs/": 2,
     "_processes/": 2,
-    "_topologies.py": 2,
     "_trees/": 2,
     "accelerators.py": 2,
     "mesh.py": 2,
@@ -505,7 +503,7 @@ def test_no_exception_is_stale():
 
 def test_a_missing_test_file_is_noticed():
     """Meta-test: the rule knows the homes of functions, layers and classes, and misses each of their files."""
-    homes = {"spmd/ops/_einsum.py", "spmd/nn/loss.py", "spmd/kernels/_kernel.py", "spmd/mesh.py"}
+    homes = {"spmd/ops/_einops.py", "spmd/nn/loss.py", "spmd/kernels/_kernel.py", "spmd/mesh.py"}
     assert homes <= public_homes()
     assert len(without_tests(homes, {"tests/test_einsum.py", "tests/ops/einsum.py"})) == len(homes)
     assert not without_tests(homes, {"tests/nn/cases_loss.py", *TEST_FILES})

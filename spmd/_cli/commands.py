@@ -19,9 +19,8 @@ from spmd._cli.programs import builder, check_names, loaded, maker, program, sho
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.environment import forgotten
-from spmd._text.table import Table
-from spmd._topologies import topology_devices
-from spmd.accelerators import PRESETS
+from spmd._text import Table
+from spmd.accelerators import PRESETS, topology_devices
 from spmd.checker import rules
 from spmd.cluster import initialize
 from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host

@@ -7,14 +7,18 @@ adds no equation, and the compiled program contains its text only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any, Self
 
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
-from spmd._jaxprs.walker import Equation
+from spmd._jaxprs.walker import Equation, Role, held, opened
 from spmd.errors import Fix
 from spmd.language import Layout
 
@@ -167,3 +171,99 @@ def kernel_around(callers: Sequence[Equation]) -> KernelName | None:
     """The kernel whose body an equation right inside these ones is: its `shard_map` stands in its own `jit`."""
     name = callers[-1].params.get("name") if callers else None
     return name if isinstance(name, KernelName) else None
+
+
+# --- callers -----------------------------------------------------------------------------------------------------
+
+# The functions of `spmd.nn` and `spmd.parallel` that a call comes from: the user called those, and not the verb.
+
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_ROOMS = {os.path.join(_HERE, room) + os.sep: f"spmd.{room}" for room in ("nn", "parallel")}
+
+
+def layers_of(codes: Iterable[CodeType]) -> list[str]:
+    """Their names, such as `nn.mlp`, in the order of the calls that were running."""
+    found = []
+    for code in codes:
+        room = next((room for folder, room in _ROOMS.items() if code.co_filename.startswith(folder)), None)
+        if room is not None and code.co_name in getattr(sys.modules.get(room), "__all__", ()):
+            found.append(f"{room.removeprefix('spmd.')}.{code.co_name}")
+    return found
+
+
+def layer_now() -> str | None:
+    """The layer that the user's line calls now."""
+    found = layers_of(_running())
+    return found[-1] if found else None
+
+
+def _running() -> Iterator[CodeType]:
+    frame = sys._getframe(1)
+    while frame is not None:
+        yield frame.f_code
+        frame = frame.f_back
+
+
+def rather_told(layer: str, have: str, fix: str) -> str:
+    """Advice in place of a fix that sends what a layer is given: the layer may be told how that lies.
+
+    Args:
+      layer: The layer.
+      have: How the array lies.
+      fix: The call that would move it.
+    """
+    names = _axis_keywords(layer)
+    told = f"{' or '.join(names)} of {layer}, if one is for this axis"
+    if not names:
+        told = f'"{have}" where {layer} is told how it lies'
+    return f"{told}; or else {fix} before it"
+
+
+def _axis_keywords(layer: str) -> list[str]:
+    """The keywords that tell a layer which mesh axes divide its arguments, such as `tp=`."""
+    room, _, name = layer.partition(".")
+    parameters = inspect.signature(getattr(sys.modules[f"spmd.{room}"], name)).parameters.values()
+    return [f"{one.name}=" for one in parameters if str(one.annotation).startswith(("Axes", "str | tuple[str, ...]"))]
+
+
+# --- left --------------------------------------------------------------------------------------------------------
+
+# Which mesh axes the bodies of a program leave to the compiler: those that no `shard_map` around them makes manual.
+
+
+def left_axes(jaxpr: Any) -> dict[str, tuple[str, ...]]:
+    """For each mesh axis, the kernels or functions that run per shard and leave it to the compiler.
+
+    Args:
+      jaxpr: The whole program.
+    """
+    found: dict[str, dict[str, None]] = {}
+    _enter(jaxpr, frozenset(), "", found)
+    return {axis: tuple(names) for axis, names in found.items()}
+
+
+def _enter(jaxpr: Any, manual: frozenset[str], name: str, found: dict[str, dict[str, None]]) -> bool:
+    """Look into a jaxpr. Returns whether a `shard_map` in it makes more axes manual."""
+    deeper = False
+    for eqn in opened(jaxpr)[0].eqns:
+        around = eqn.params.get("name") or name
+        inside = manual
+        if eqn.primitive.name == "shard_map":
+            deeper = True
+            inside = manual | set(_compat.made_manual(eqn))
+        for part in held(eqn) if eqn.params else ():
+            if part.role == Role.DERIVATIVE:
+                continue
+            more = _enter(part.jaxpr, inside, around, found)
+            deeper = deeper or more
+            if eqn.primitive.name == "shard_map" and not more:
+                own = getattr(opened(part.jaxpr)[0].debug_info, "func_name", "") or "shard_map"
+                for axis, size in eqn.params["mesh"].shape.items():
+                    if axis not in inside and size > 1:
+                        found.setdefault(axis, {})[around or own] = None
+    return deeper
+
+
+def left_text(left: dict[str, tuple[str, ...]]) -> list[str]:
+    """One sentence for each axis."""
+    return [f"{axis} is the compiler's in {', '.join(names)}" for axis, names in left.items()]

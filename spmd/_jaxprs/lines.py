@@ -14,7 +14,7 @@ import einops
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
-from spmd._text.notebook import shown_file
+from spmd._text import shown_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CHECK = os.path.join(_PACKAGE, "checker", "_api.py")

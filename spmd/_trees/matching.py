@@ -16,11 +16,13 @@ from jax.tree_util import keystr
 
 from spmd import _compat
 from spmd._python.rooms import nearest
-from spmd._trees.annotations import Each, Unknown, annotated
 from spmd._trees.leaves import (
     SCALAR,
+    Each,
     LeafAt,
     Path,
+    Unknown,
+    annotated,
     children,
     described,
     has_room,

@@ -9,9 +9,9 @@ from __future__ import annotations
 from spmd._jaxprs.lines import line_of
 from spmd.checker._api import InState, OutputFacts, check_body, check_jaxpr, checked, explain_output, in_states_of
 from spmd.checker._arbiter import Trial, tried
+from spmd.checker._dataflow import Rules, rules
 from spmd.checker._finding import Finding
 from spmd.checker._findings import Findings, early
-from spmd.checker._rules import Rules, rules
 from spmd.checker._verdict import Verdict
 
 __all__ = [

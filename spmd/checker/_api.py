@@ -11,19 +11,18 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import _compat
-from spmd._jaxprs.facts import Gather, gather_around
-from spmd._jaxprs.left import left_axes, left_text
+from spmd._jaxprs.facts import Gather, gather_around, left_axes, left_text
 from spmd._jaxprs.lines import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd._jaxprs.walker import Variable, equations, opened, shape_of
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
+from spmd.checker._arguments import fewer_devices, smaller
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
-from spmd.checker._shrinking import fewer_devices, smaller
+from spmd.checker._mends import describe
 from spmd.checker._state import State, hidden, plain
 from spmd.checker._verdict import Verdict, but_for_noise, confirmed, judge, unknown_lines
-from spmd.checker._words import describe
 from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes

@@ -30,7 +30,7 @@ from spmd._jaxprs.lines import line_of_body
 from spmd._jaxprs.walker import equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype
-from spmd.checker._draws import drawn
+from spmd.checker._arguments import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, ReadShift, read_as, readings

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import spmd.checker._order as orders
-import spmd.checker._report_equations as report_equations
-import spmd.checker._report_strings as report
+import spmd.checker._reports as report
 from spmd import _compat
 from spmd._jaxprs.facts import KernelName, per_shard_reason
 from spmd._jaxprs.walker import Equation, shape_of
@@ -22,14 +20,19 @@ from spmd.checker._state import (
     UNREAD,
     Axes,
     Dim,
+    Order,
     State,
     axes_of_dim,
+    claimed_order,
     equal_along,
     free,
     hidden,
     is_divided,
+    kept_order,
     normal,
+    order_pair,
     size_of,
+    with_order,
 )
 from spmd.language import Layout, axes_tuple
 
@@ -274,7 +277,7 @@ def _believed(
             frozenset(p for p in state.pending if p.kind == STEP and p.axis not in held) | pending,
             state.zero,
             table,
-            order=orders.kept([state], dims),
+            order=kept_order([state], dims),
         )
     )
 
@@ -315,14 +318,14 @@ def order_marker(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list
     axes = walk.tracked(eqn.params["axes"])
     if not axes or not walk.active:
         return [state]
-    said = orders.Order(eqn.params["order"], axes, walk.number(eqn))
-    have = None if eqn.params["anew"] else orders.claimed(state, said)
+    said = Order(eqn.params["order"], axes, walk.number(eqn))
+    have = None if eqn.params["anew"] else claimed_order(state, said)
     if have is not None and walk.checked.issuperset(axes) and not per_shard_reason(eqn, walk.callers):
         walk.once(
-            orders.pair(said, have),
-            lambda: walk.note(eqn, "order", report_equations.ordered_otherwise(walk, said, have)),
+            order_pair(said, have),
+            lambda: walk.note(eqn, "order", report.ordered_otherwise(walk, said, have)),
         )
-    return [walk.kept(state._replace(order=orders.made(state, said)))]
+    return [walk.kept(state._replace(order=with_order(state, said)))]
 
 
 def arguments_of(eqn: Equation, kernel: KernelName | None) -> dict[int, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 from spmd._jaxprs.lines import gradient_line
 from spmd._jaxprs.walker import Equation, Variable, axes_of, shape_of
 from spmd.checker._engine import Engine
-from spmd.checker._report_equations import (
+from spmd.checker._reports import (
     copies_reduced,
     gathered_out_of_order,
     nonlinear_use,

@@ -8,8 +8,7 @@ from typing import Any
 import jax.core
 import numpy as np
 
-import spmd.checker._order as orders
-import spmd.checker._report_equations as report
+import spmd.checker._reports as report
 import spmd.checker._tables as tables
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, GradientName, PerShardName, one_line
@@ -29,13 +28,16 @@ from spmd.checker._state import (
     Pending,
     State,
     axes_of_dim,
+    differing_orders,
     emptied,
     free,
     hidden,
     hide,
     is_empty,
     join,
+    kept_order,
     normal,
+    order_pair,
     plain,
     remade,
     size_of,
@@ -344,12 +346,12 @@ class Engine(Domain):
 
     def _ordered(self, m: Map, eqn: Equation, operands: Sequence[State], dims: Sequence[Dim]) -> frozenset[Any]:
         """In which order the elements of the result lie. Those that are combined should lie in one order."""
-        differ = orders.differing(operands)
+        differ = differing_orders(operands)
         if differ is not None:
             describe = lambda walk, eqn, axes: report.orders_differ(walk, eqn, axes, *differ)
-            self.once(orders.pair(*differ), lambda: self.fault(eqn, differ[0].axes, "order", describe))
+            self.once(order_pair(*differ), lambda: self.fault(eqn, differ[0].axes, "order", describe))
         passed = [dim for dim, label in zip(dims, m.result, strict=False) if label not in {*m.whole, *m.made}]
-        return orders.kept(operands, passed)
+        return kept_order(operands, passed)
 
     def _labels(self, m: Map, eqn: Equation, operands: Sequence[State]) -> tuple[dict[int, Dim], set[str]]:
         """The factors of each label, on which all operands must agree."""

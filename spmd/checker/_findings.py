@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
 from spmd._jaxprs.lines import called_at
-from spmd._text.table import Table, html_page
+from spmd._text import Table, html_page
 from spmd.checker._finding import Finding, found
 from spmd.checker._verdict import Verdict
 from spmd.errors import ReplicationError, SpmdError, warn

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd._jaxprs.walker import Equation
-from spmd.checker._report_equations import mixed_blocks, mixed_sum, nonlinear_use, scaled_by_different
+from spmd.checker._reports import mixed_blocks, mixed_sum, nonlinear_use, scaled_by_different
 from spmd.checker._state import NONE, State
 from spmd.checker._table import rounds
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from spmd._jaxprs.walker import Equation, Variable, call_of, opened, shape_of
-from spmd.checker._calls import Call, call_around
+from spmd.checker._history import Call, call_around
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
 from spmd.checker._table import TABLE, rounds
 from spmd.language import Layout

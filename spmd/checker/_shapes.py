@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import spmd.checker._order as orders
 import spmd.checker._tables as tables
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.walker import Equation, shape_of
@@ -27,6 +26,7 @@ from spmd.checker._state import (
     hidden,
     hide,
     is_divided,
+    kept_order,
     normal,
     plain,
     refined,
@@ -62,7 +62,7 @@ def _made(
     pending = older | {Pending(kind, axis, walk.number(eqn)) for kind, axis in new}
     pending = frozenset(p for p in pending if p.axis not in different)
     gone = operand.axes - held - partial - {p.axis for p in pending}
-    order = orders.kept([operand, *others], dims)
+    order = kept_order([operand, *others], dims)
     return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, order=order))
 
 

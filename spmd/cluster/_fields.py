@@ -19,7 +19,7 @@ import numpy as np
 
 from spmd._processes.agreement import in_all
 from spmd._processes.replicas import block_text
-from spmd._text.units import bytes_text
+from spmd._text import bytes_text
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace, whole_sharding

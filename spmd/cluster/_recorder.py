@@ -21,7 +21,7 @@ import numpy as np
 
 from spmd._compat import coordination
 from spmd._processes.agreement import everyone, ranks
-from spmd._text.table import Table
+from spmd._text import Table
 from spmd.cluster._launch import free_port
 from spmd.cluster._stacks import Stack
 

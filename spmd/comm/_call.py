@@ -21,8 +21,7 @@ import numpy as np
 
 import spmd.comm._lax as _lax
 from spmd import _compat
-from spmd._jaxprs.callers import layer_now, rather_told
-from spmd._jaxprs.facts import CallName, Gather, one_line
+from spmd._jaxprs.facts import CallName, Gather, layer_now, one_line, rather_told
 from spmd._trees.leaves import kind_of
 from spmd.comm._keywords import as_array, call_text, keyword_for, operand_names, resolve, split_keywords, works_along
 from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, Protocol
 
-from spmd._text.table import Line, plain, rich_lines, shown_width, wrapped
+from spmd._text import Line, plain, rich_lines, shown_width, wrapped
 from spmd.errors import SpmdError
 
 # --- a picture as a value: grids of cells. Text and SVG are drawn from it ---------------------------------------------

@@ -14,9 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import spmd
 from spmd import AxisMapping, Layout, axis_mapping
 from spmd._python.named import ByName
-from spmd._text.units import bytes_text
-from spmd._trees.annotations import Each, Unknown, annotated
-from spmd._trees.leaves import Static, by_path, check_hashable, is_array, kind_of, not_int
+from spmd._text import bytes_text
+from spmd._trees.leaves import Each, Static, Unknown, annotated, by_path, check_hashable, is_array, kind_of, not_int
 from spmd.errors import Fault, LayoutError, SizeError, did_you_mean, warn
 from spmd.language import axes_product
 from spmd.mesh import check_arguments_alive, mesh_for, sizes_for

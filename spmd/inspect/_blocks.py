@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd._text.units import bytes_text
+from spmd._text import bytes_text
 from spmd.drawing._picture import Cell, Grid
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text

@@ -12,9 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from spmd._text.notebook import shown_file
-from spmd._text.table import Table, shown_width, wrapped
-from spmd._text.units import bytes_text, sent_bytes
+from spmd._text import Table, bytes_text, sent_bytes, shown_file, shown_width, wrapped
 from spmd.errors import SpmdError
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage

@@ -10,11 +10,21 @@ from typing import Any
 from jax.sharding import AbstractMesh, Mesh
 
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.facts import CallName
-from spmd._jaxprs.left import left_axes, left_text
+from spmd._jaxprs.facts import CallName, left_axes, left_text
 from spmd._jaxprs.walker import equations
-from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
-from spmd._text.units import bytes_text, seconds_text, si_text
+from spmd._text import (
+    Line,
+    Row,
+    Table,
+    bytes_text,
+    html_page,
+    plain,
+    rich_lines,
+    seconds_text,
+    shown_width,
+    si_text,
+    wrapped,
+)
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError

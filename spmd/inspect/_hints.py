@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.lines import gradient_line, is_transposed, line_of
 from spmd._jaxprs.walker import Equation, Role, Variable, axes_of, held, opened, shape_of
-from spmd._text.units import bytes_text, sent_bytes
+from spmd._text import bytes_text, sent_bytes
 
 _SUMS = frozenset(("psum", "psum_invariant"))
 # Linear in their first operand, or in each of them.

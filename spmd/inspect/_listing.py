@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from spmd._jaxprs.lines import short_file
-from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
+from spmd._text import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
 from spmd.checker._finding import Finding
 
 _HEAD = ("source", "layouts")  # as HTML and a style sheet know the columns

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import short_line
-from spmd._text.units import bytes_text, sent_bytes
+from spmd._text import bytes_text, sent_bytes
 from spmd.inspect._collectives import Collective
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from spmd import _compat
-from spmd._text.table import Line
+from spmd._text import Line
 from spmd._trees.leaves import kind_of
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan

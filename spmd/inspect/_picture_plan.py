@@ -11,8 +11,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from spmd._text.table import Line
-from spmd._text.units import bytes_text, seconds_text
+from spmd._text import Line, bytes_text, seconds_text
 from spmd.comm.plans import Plan, Step, summary
 from spmd.drawing import _picture as draw
 from spmd.inspect._blocks import Holdings, block_grids, device_runs, is_summary, of_layout, tints

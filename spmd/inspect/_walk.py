@@ -16,7 +16,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, WindowName, one_line
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Role, Variable, axes_of, opened, shape_of, walk
-from spmd._text.units import sent_bytes
+from spmd._text import sent_bytes
 from spmd.checker import _tables as tables
 from spmd.errors import MeshError, SpmdError
 from spmd.inspect._collectives import axes_of_pairs

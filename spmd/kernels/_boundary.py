@@ -17,9 +17,8 @@ from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move
 from spmd.errors import Fault, MeshError, ModeError, PlacementError, VmapWarning, warn
 from spmd.kernels._outputs import Unequal
-from spmd.kernels._plan import Plan, typed
+from spmd.kernels._plan import Plan, trial_of, typed
 from spmd.kernels._signature import without
-from spmd.kernels._trial import trial_of
 from spmd.language import Layout, axes_product, axes_tuple, mesh_text
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame

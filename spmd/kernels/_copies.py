@@ -22,7 +22,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import gather_around
 from spmd._jaxprs.lines import is_transposed
 from spmd._jaxprs.walker import Domain, Equation, Held, Role, Variable, axes_of, equations, held, opened, shape_of, walk
-from spmd._text.units import bytes_text, sent_bytes
+from spmd._text import bytes_text, sent_bytes
 from spmd.checker import OutputFacts, check_jaxpr, early, explain_output, line_of
 from spmd.checker._history import EQUAL, History
 from spmd.errors import Fix, ReplicationError, SpmdError

@@ -13,7 +13,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import Leaf
 from spmd._python.named import ByName
 from spmd._python.recent import Recent
-from spmd._text.table import Table, html_page
+from spmd._text import Table, html_page
 from spmd._trees.leaves import Static, is_array, is_number, kind_of, wrapped
 from spmd._trees.matching import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of

@@ -18,8 +18,8 @@ import jax
 import numpy as np
 
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.callers import layers_of
 from spmd._jaxprs.errors import Carry
+from spmd._jaxprs.facts import layers_of
 from spmd._jaxprs.lines import is_outside, line_of_error
 from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._signature import Signature

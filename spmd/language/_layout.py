@@ -16,7 +16,7 @@ from spmd.language._syntax import Atom, Dim, Value, check_form, check_rules, fau
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
-from spmd._text.table import Row, Table, html_page
+from spmd._text import Row, Table, html_page
 
 
 @final

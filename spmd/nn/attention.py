@@ -15,8 +15,8 @@ from spmd import _compat, annotate, axis_size, einsum, fused, iota, scope, size,
 from spmd._trees.leaves import not_int
 from spmd.comm._marks import ordered
 from spmd.errors import LayoutError, SizeError, is_int, not_one_of
-from spmd.nn.dtypes import wide_einsum, with_rank
 from spmd.nn.linear import column_linear, row_linear
+from spmd.nn.norm import wide_einsum, with_rank
 from spmd.nn.rope import rotary_embedding
 
 # --- attention masks from positions and segments, which need not be those of a whole sequence -------------------------

@@ -11,8 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from spmd import all_to_all, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size, take
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, SizeError, not_one_of
-from spmd.nn.dtypes import wide, wide_einsum, with_rank
 from spmd.nn.linear import entered
+from spmd.nn.norm import wide, wide_einsum, with_rank
 
 Axes = str | tuple[str, ...] | None
 

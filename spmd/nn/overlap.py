@@ -18,7 +18,7 @@ from jax import lax
 
 from spmd import axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
 from spmd.errors import LayoutError
-from spmd.nn.dtypes import wide
+from spmd.nn.norm import wide
 
 T = TypeVar("T")  # an array of weights, or a tree of them
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd.errors import LayoutError, SizeError, did_you_mean
-from spmd.nn.dtypes import wide, with_rank
+from spmd.nn.norm import wide, with_rank
 
 SCALINGS = ("linear", "ntk", "llama3")
 

@@ -2,11 +2,10 @@
 
 from spmd.ops._along import argmax, argmin, cumsum, flip, roll, softmax
 from spmd.ops._annotate import annotate, assert_equal, debug_print, fused, meanwhile, per_shard, typeof
-from spmd.ops._einsum import einsum
+from spmd.ops._einops import einsum, rearrange, repeat
 from spmd.ops._exchange import exchange
 from spmd.ops._gradients import custom_vjp, grad, value_and_grad
 from spmd.ops._local import cond, local, opaque
-from spmd.ops._rearrange import rearrange, repeat
 from spmd.ops._reduce import reduce
 from spmd.ops._sizes import axis_index, axis_size, full, iota, linspace, local_size, meshgrid, offset, ones, size, zeros
 from spmd.ops._sort import argsort, sort, top_k

@@ -21,7 +21,7 @@ from jax import lax
 from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
-from spmd.comm.permute import roll_p
+from spmd.comm.collectives import roll_p
 from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern
 from spmd.ops._reduce import factors_by_name, placed, plain_dims

@@ -17,7 +17,7 @@ from spmd import _compat
 from spmd._trees.leaves import is_int, not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
-from spmd.comm.permute import roll_p
+from spmd.comm.collectives import roll_p
 from spmd.errors import CommunicationError, LayoutError
 from spmd.language import Dim, Layout
 from spmd.modes import Frame

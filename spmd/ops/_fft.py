@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, To, open_call
-from spmd.comm.resharding import relayout
+from spmd.comm.plans import relayout
 from spmd.errors import LayoutError, not_one_of
 from spmd.modes import inner
 from spmd.ops._fft_job import JOINED, Job, Stage, cut, job_of, joined, renamed_dims, route, transposed

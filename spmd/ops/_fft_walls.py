@@ -22,7 +22,7 @@ from spmd.comm.collectives import all_to_all
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Atom
 from spmd.modes import scope
-from spmd.ops._rearrange import rearrange
+from spmd.ops._einops import rearrange
 from spmd.ops._reduce import plain_dims
 from spmd.ops._sizes import axis_size, iota, one_dimension
 

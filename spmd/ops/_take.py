@@ -14,7 +14,7 @@ from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._marks import rearranged
 from spmd.errors import LayoutError, not_one_of
 from spmd.language import Atom, Layout
-from spmd.ops._einsum import factors_that_agree, marked_axes, owner_of_axes
+from spmd.ops._einops import factors_that_agree, marked_axes, owner_of_axes
 from spmd.ops._reduce import finish, land, placed, plain_dims, right_names
 
 

@@ -4,14 +4,21 @@ from spmd._python.rooms import open_room
 from spmd.nn.overlap import einsum_scatter, gather_einsum
 from spmd.parallel.context import ring_attention, ulysses_attention
 from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router
-from spmd.parallel.fully_sharded import fsdp, scan_layers
+from spmd.parallel.fully_sharded import (
+    ClipByGlobalNorm,
+    clip_by_global_norm,
+    fsdp,
+    gather,
+    global_norm,
+    reduce_gradients,
+    scan_layers,
+)
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
 from spmd.parallel.microbatches import accumulate
 from spmd.parallel.pipeline_training import pipeline_loss
 from spmd.parallel.pipelining import pipeline
 from spmd.parallel.schedule import PipelineSchedule, pipeline_schedule
 from spmd.parallel.sequence import place_sequence, restore_sequence, sequence_order, sequence_positions
-from spmd.parallel.weights import ClipByGlobalNorm, clip_by_global_norm, gather, global_norm, reduce_gradients
 
 __all__ = [
     "ClipByGlobalNorm",

@@ -35,7 +35,7 @@ from spmd import (
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
-from spmd.nn.dtypes import wide
+from spmd.nn.norm import wide
 from spmd.parallel._dropless import Moves, collected, dispatched, exchange_of, in_order, moves_of, without_capacity
 
 Axes = str | tuple[str, ...] | None

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from spmd import AxisMapping, Layout
-from spmd._text.table import Table, shown_width
+from spmd._text import Table, shown_width
 from spmd._trees.leaves import has_room
 from spmd.errors import LayoutError, MeshError
 from spmd.language import axes_product, check_axes, mesh_text

@@ -12,7 +12,7 @@ from jax import lax
 import spmd
 from spmd.errors import LayoutError, ReplicationError, SizeError
 from spmd.parallel._rematerialize import Axes, checked_axes, is_array, moves
-from spmd.parallel.weights import gather_leaf, reduce_leaf
+from spmd.parallel.fully_sharded import gather_leaf, reduce_leaf
 
 T = TypeVar("T")
 

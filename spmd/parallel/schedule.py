@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from spmd._text.table import Line
+from spmd._text import Line
 from spmd._trees.leaves import not_int
 from spmd.drawing._picture import FILLS, Cell, Grid, Picture, below, caption, card, grid_box, grid_lines, sentences
 from spmd.errors import LayoutError, SizeError, not_one_of

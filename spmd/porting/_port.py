@@ -13,17 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._jaxprs import errors as jax_errors
-from spmd._text.table import Table
-from spmd._text.units import bytes_text
+from spmd._text import Table, bytes_text
 from spmd._trees.leaves import kind_of
 from spmd.checker import Findings
-from spmd.checker._draws import drawn
+from spmd.checker._arguments import drawn
 from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
 from spmd.inspect._check import check
-from spmd.porting._file import Edit, File, Mapped, loaded
-from spmd.porting._read import Body, Site, Trace, X, opaques, sizes, starts, tree_of
+from spmd.porting._program import Body, Edit, File, Mapped, Site, Trace, X, loaded, opaques, sizes, starts, tree_of
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
 _OWN = (

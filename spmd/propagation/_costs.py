@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd._compat import is_typed
 from spmd._jaxprs.lines import is_transposed, line_of, short_line
 from spmd._jaxprs.walker import opened, shape_of
-from spmd._text.units import bytes_text
+from spmd._text import bytes_text
 from spmd.propagation._module import Dims, Number, Place
 from spmd.propagation._moves import Move
 from spmd.propagation._values import text_of

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from spmd._compat import location_name
 from spmd._compat import operation_name as name_of
-from spmd._text.units import sent_bytes
+from spmd._text import sent_bytes
 
 KINDS = {
     "sdy.all_gather": "all_gather",

@@ -13,7 +13,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import LineName, gradient_line, is_transposed, line_of
 from spmd._jaxprs.walker import Equation, shape_of
-from spmd._text.units import bytes_text
+from spmd._text import bytes_text
 from spmd.checker._table import TABLE
 from spmd.inspect._program import of_sharding
 from spmd.inspect._recorded import Labels

@@ -10,8 +10,7 @@ from typing import Any
 from spmd._jaxprs.lines import LineName, is_transposed, line_of, short_line
 from spmd._jaxprs.walker import Equation, Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
-from spmd._text.table import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
-from spmd._text.units import bytes_text
+from spmd._text import Line, Row, Table, bytes_text, html_page, plain, rich_lines, shown_width, wrapped
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
 from spmd.errors import MeshError, SpmdError

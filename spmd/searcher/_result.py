@@ -10,9 +10,8 @@ from typing import Any
 
 import jax
 
-from spmd._text.table import Line, Table, html_page, plain, rich_lines, shown_width, wrapped
-from spmd._text.table import Row as Texts
-from spmd._text.units import bytes_text, seconds_text
+from spmd._text import Line, Table, bytes_text, html_page, plain, rich_lines, seconds_text, shown_width, wrapped
+from spmd._text import Row as Texts
 from spmd.accelerators import Hardware
 from spmd.errors import MeshError
 from spmd.inspect import Explanation, Memory, Time

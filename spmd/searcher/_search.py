@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd._text.units import bytes_text
+from spmd._text import bytes_text
 from spmd._trees.leaves import kind_of, not_int
 from spmd.accelerators import Hardware
 from spmd.accelerators import hardware as _hardware

@@ -21,20 +21,19 @@ import spmd
 from spmd import _compat
 from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.walker import equations, opened
-from spmd._text.table import Table
+from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import collecting
-from spmd.checker._draws import drawn
+from spmd.checker._arguments import distinct, drawn, halved, resized_array
 from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide
 from spmd.checker._primitives import NotSimulated
-from spmd.checker._shrinking import distinct, halved, resized_array
 from spmd.checker._simulator import Parted, held_number, simulate
 from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, SpmdError
 from spmd.kernels._kernel import Kernel
-from spmd.kernels._trial import blocks_of, read_sizes
+from spmd.kernels._plan import blocks_of, read_sizes
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for, no_mesh, resized, with_sizes
 from spmd.modes import mode
-from spmd.testing._mismatch import Mismatch
+from spmd.testing._assertions import Mismatch
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
 _BUILD = "build(mesh), a function that makes the kernel for a mesh, where its meaning depends on the sizes of axes"
@@ -121,7 +120,7 @@ def assert_same_on_any_mesh(
       >>> assert_same_on_any_mesh(mean, jax.ShapeDtypeStruct((512, 4096), "float32"))
       Traceback (most recent call last):
       ...
-      spmd.testing._mismatch.Mismatch: mean is not the same on every mesh.
+      spmd.testing._assertions.Mismatch: mean is not the same on every mesh.
       ...
 
       What depends on the number of stages is built for each mesh:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd._jaxprs.left import left_axes, left_text
+from spmd._jaxprs.facts import left_axes, left_text
 
 MESH = spmd.make_mesh(dp=2, tp=4, pp=1, abstract=True)
 

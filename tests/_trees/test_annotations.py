@@ -6,7 +6,7 @@ import sys
 import types
 import typing
 
-from spmd._trees.annotations import Each, Unknown, annotated
+from spmd._trees.leaves import Each, Unknown, annotated
 from spmd.language import Layout
 
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.checker._calls import Call, call_around
-from spmd.checker._history import History
+from spmd.checker._history import Call, History, call_around
 
 X = np.arange(64, dtype=np.float32).reshape(4, 16) ** 0.5
 ROWS = "b/dp d/tp -> b/dp"

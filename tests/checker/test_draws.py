@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd.checker._draws import drawn
+from spmd.checker._arguments import drawn
 
 
 def struct(shape: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:

@@ -12,9 +12,8 @@ from jax import lax
 import spmd
 from spmd.checker import Trial
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._noise import is_meant
 from spmd.checker._numbers import Difference
-from spmd.checker._verdict import but_for_noise
+from spmd.checker._verdict import but_for_noise, is_meant
 
 X = jax.ShapeDtypeStruct((8, 3), "float32")
 

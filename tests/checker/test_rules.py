@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from spmd.checker._dataflow import Dataflow
+from spmd.checker._dataflow import Dataflow, rules
 from spmd.checker._linear import LINEAR
-from spmd.checker._rules import rules
 from spmd.checker._table import TABLE
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from spmd.checker._shrinking import distinct, fewer_devices
+from spmd.checker._arguments import distinct, fewer_devices
 
 LARGE = spmd.make_mesh(dp=64, tp=8, abstract=True)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spmd.checker._history import Origin
+from spmd.checker._mends import changed, describe, done_to_pieces, joined, listed, marked, named, shown_dims, text_of
 from spmd.checker._state import HIDDEN, Pending, State
-from spmd.checker._words import changed, describe, done_to_pieces, joined, listed, marked, named, shown_dims, text_of
 from spmd.language import Layout
 from tests.sampler import Sampler, seeds
 

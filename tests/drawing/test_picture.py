@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ET
 import pytest
 
 import spmd
-from spmd._text.table import plain
+from spmd._text import plain
 from spmd.drawing._picture import (
     EDGES,
     FILLS,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd._text.units import sent_bytes
+from spmd._text import sent_bytes
 from spmd.errors import SpmdError
 from spmd.inspect._collectives import axes_of_groups, axes_of_pairs, collectives_of_text, parse_groups, parse_pairs
 from spmd.inspect._hlo import parse_module, parse_shapes, shape_bytes

@@ -13,7 +13,7 @@ import pytest
 import spmd
 from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
 from spmd._jaxprs.facts import CallName
-from spmd._text.units import sent_bytes
+from spmd._text import sent_bytes
 from spmd.inspect import Boundary, Collective, Constraint, Written, WrittenCollective
 from spmd.inspect._hlo import Frame
 from spmd.inspect._match import communications

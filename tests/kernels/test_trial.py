@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker._shrinking import distinct, resized_array
+from spmd.checker._arguments import distinct, resized_array
 from spmd.kernels import _plan
-from spmd.kernels._trial import blocks_of, read_sizes, trial_of
+from spmd.kernels._plan import blocks_of, read_sizes, trial_of
 
 BIG = jax.ShapeDtypeStruct((4096, 8192), "float32")
 

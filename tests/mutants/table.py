@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spmd._text.table import Table
+from spmd._text import Table
 from tests.mutants.judge import Verdict
 
 __all__ = ["BY_NUMBERS", "BY_TYPES", "Tally"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.nn.dtypes import with_rank
+from spmd.nn.norm import with_rank
 
 
 @pytest.mark.parametrize(("shape", "rank"), [((), 2), ((3,), 1), ((3,), 4), ((2, 3), 3)])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.parallel._grouped import contracted, grouped
+from spmd.parallel._dropless import contracted, grouped
 from tests.ops.harness import pulled
 from tests.sampler import mixed, share
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.parallel import _ring
+from spmd.parallel import context
 from tests.nn.dense import dense_attention
 from tests.parallel.test_context import CP, SIGNATURE, arrays, close, inputs, ring
 
@@ -53,14 +53,14 @@ def test_the_backward_ring_meets_each_block_again(monkeypatch):
         ]
 
     assert found() == [True] * 4
-    send = _ring._send
+    send = context._send
 
     def stale(ring, moving, **by):
         """Joined keys, the one bfloat16 array that goes a single hop, are not sent."""
         joined = getattr(moving, "dtype", None) == jnp.bfloat16
         return moving if joined and not by else send(ring, moving, **by)
 
-    monkeypatch.setattr(_ring, "_send", stale)
+    monkeypatch.setattr(context, "_send", stale)
     assert found() == [True, False, False, False]
 
 

@@ -2,7 +2,7 @@
 
 import ast
 
-from spmd.porting._file import Edit, File, called, loaded
+from spmd.porting._program import Edit, File, called, loaded
 
 TEXT = """from __future__ import annotations
 import jax

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd.porting._names import Word, text_of
+from spmd.porting._writing import Word, text_of
 from tests.porting.programs import mapped, ported
 
 PRODUCT = mapped(["lax.psum(x @ y, 'tp')"], "(P('dp', 'tp'), P('tp'))", "P('dp')")

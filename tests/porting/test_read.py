@@ -1,6 +1,6 @@
 """What is read off a trace."""
 
-from spmd.porting._read import tree_of
+from spmd.porting._program import tree_of
 from tests.porting.programs import ported
 
 

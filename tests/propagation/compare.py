@@ -35,7 +35,7 @@ def _mesh(args: Any, mesh: Any) -> Any:
 
 def _parts(one: Any) -> list[int]:
     """The elements of each array, of a collective that XLA has combined: XLA for CPUs sends bfloat16 as float32."""
-    from spmd._text.units import sent_bytes
+    from spmd._text import sent_bytes
     from spmd.inspect._hlo import shape_bytes
 
     if one.kind == "all_to_all":

@@ -1,1 +1,0 @@
-"""Writes text for people: tables, quantities, the names of notebook cells."""
