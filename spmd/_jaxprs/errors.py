@@ -17,6 +17,7 @@ import jax
 
 from spmd import _compat
 from spmd._jaxprs.lines import is_outside, is_users
+from spmd.errors import SpmdError
 
 Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed"]
 
@@ -147,7 +148,9 @@ def lacks_devices(error: Exception) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """Return how an error begins, to be quoted."""
+    """Return how an error begins, to be quoted: the sentence that says what is wrong, where the error is ours."""
+    if isinstance(error, SpmdError):
+        return error.fault.rule
     return (str(error) or type(error).__name__).splitlines()[0]
 
 

@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding
 from spmd import _compat
 from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.facts import per_shard_reason
-from spmd._jaxprs.lines import line_of_body
+from spmd._jaxprs.lines import line_of_body, line_of_error
 from spmd._jaxprs.walker import equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype
@@ -34,7 +34,7 @@ from spmd.checker._arguments import drawn
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, ReadShift, read_as, readings
-from spmd.checker._simulator import FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
+from spmd.checker._simulator import COUNTS, FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, mode
 
@@ -243,6 +243,11 @@ class _Program:
             elif read or not other or not (read := self._read(ours, base, other, form, run)):
                 if self.shifts:
                     raise NoSuchDevice(FOR_ONE_NUMBER)
+                several = ((), *readings(ours, base, self.written))
+                if not _leaves(run, ours) and all(_leaves(run, base, one, other) for one in several):
+                    raise NotSimulated(
+                        f"an index leaves its array on {_shown(other)}, and none does on the mesh; {COUNTS}"
+                    )
                 return trial
         read = (*read, *map(ReadShift, dict.fromkeys(self.shifts)))
         same = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet, readings=read)
@@ -309,10 +314,10 @@ class _Program:
                     if other != form:
                         raise _Failed(f"a result has another shape on {_shown(one)}")
                 if jaxpr:
-                    return jaxpr, one or {}, f"{first}" if one and max(one.values()) > 1 else ""
+                    return jaxpr, one or {}, f"{first}; {COUNTS}" if one and max(one.values()) > 1 else ""
             except _Failed as error:
                 first = first or error
-        raise _FailsWhole(f"{first}")
+        raise _FailsWhole(f"{first}; {COUNTS}")
 
     def _meant(self, reference: Callable[..., Any], form: _Form) -> Any:
         """The function on whole arrays that says what the program means."""
@@ -376,6 +381,15 @@ class _Program:
         return compared(found, wanted, allowed)
 
 
+def _leaves(run: _Run, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[str, int] | None = None) -> bool:
+    """Return whether an index leaves its array in a program, where JAX takes an element inside in its place."""
+    try:
+        run(jaxpr, read, sizes or {}, inside=True)
+    except Outside:
+        return True
+    return False
+
+
 def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., Any], structs: Sequence[Any]) -> Traced:
     """A function traced on a mesh of these sizes."""
     around = [jax.sharding.use_abstract_mesh(_like(mesh, sizes)), no_mesh()]
@@ -386,7 +400,9 @@ def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., A
             return Traced(jaxpr, jax.tree.structure(shapes))
         except Exception as error:  # of the program, which may raise anything
             if not around or not isinstance(error, ValueError):
-                raise _Failed(f"it fails on {_shown(sizes)}: {type(error).__name__}: {first_line(error)}") from error
+                at = f" at {line}" if (line := line_of_error(error)) else ""
+                said = f"{type(error).__name__}: {first_line(error)}"
+                raise _Failed(f"it fails on {_shown(sizes)}{at}: {said}") from error
 
 
 def _alone(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.lines import LineName, line_of
+from spmd._jaxprs.lines import LineName, is_transposed, line_of
 from spmd._jaxprs.walker import equations, shape_of
 from spmd.language import axes_tuple
 
@@ -34,7 +34,7 @@ class Reading:
 
     Attributes:
       number: The number.
-      says: What it is: "size", "last", "share", or "block".
+      says: What it is, one of `_SAYS`.
       axes: The axes.
       count: How many devices these have where the number was written.
       line: Where it stands; "" if it is read so at all lines.
@@ -54,13 +54,32 @@ class Reading:
     def on(self, sizes: Mapping[str, int]) -> float:
         """Return what the number is on a mesh of these sizes."""
         n = math.prod(sizes[axis] for axis in self.axes)
-        return {"size": n, "last": n - 1, "share": 1 / n, "block": self.number * self.count / n}[self.says]
+        if self.says == "last":
+            return n - 1
+        return self.number * n / self.count if self.says in ("size", "whole") else self.number * self.count / n
+
+    @property
+    def divided(self) -> float:
+        """Return the number where arrays are divided over the axes: the size of a block makes it another one."""
+        return {"whole": self.number / self.count, "mean": self.number * self.count}.get(self.says, self.number)
+
+    def stands(self, value: float) -> bool:
+        """Return whether a number of the program where arrays are divided may be this one."""
+        return math.isclose(value, self.divided, rel_tol=1e-6)
 
     def __str__(self) -> str:
-        axes = ", ".join(self.axes)
-        form = {"size": "the size", "last": "one less than the size", "share": "one over the size"}
-        what = f"{form[self.says]} of {axes}" if self.says in form else f"the size of a block along {axes}"
-        return f"{self.number:g} at {self.line or 'several lines'} is read as {what}"
+        what = _SAYS[self.says].format(axes=", ".join(self.axes))
+        return f"{self.divided:g} at {self.line or 'several lines'} is read as {what}"
+
+
+_SAYS = {
+    "size": "the size of {axes}",
+    "last": "one less than the size of {axes}",
+    "share": "one over the size of {axes}",
+    "block": "the size of a block along {axes}",
+    "whole": "the size of {axes} times that of a block",
+    "mean": "one over the size of {axes} times that of a block",
+}
 
 
 @dataclass(frozen=True)
@@ -92,13 +111,15 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
       written: The sizes for which the numbers may have been written.
     """
     lines: dict[Number, dict[LineName, None]] = {}
-    same = {(number, line) for _, number, line in _numbers(ours)}  # others are made of the sizes of arrays
+    here: dict[LineName, set[float]] = {}
+    for _, (value, _), line in _numbers(ours):
+        here.setdefault(line, set()).add(value)
     for _, number, line in _numbers(base):
-        if (number, line) in same:
-            lines.setdefault(number, {})[line] = None
+        lines.setdefault(number, {})[line] = None
     everywhere, alone = [], []
     for one in dict.fromkeys(_possible(ours, written)):
-        at = list(dict.fromkeys(line for number in lines if one.may_be(number) for line in lines[number]))
+        found = [line for number in lines if one.may_be(number) for line in lines[number]]
+        at = [line for line in dict.fromkeys(found) if any(map(one.stands, here.get(line, ())))]
         everywhere += [replace(one, line=at[0]) if len(at) == 1 else one] if at else []
         alone += [replace(one, line=line) for line in at] if len(at) > 1 else []
     pairs = itertools.combinations(everywhere, 2)
@@ -107,18 +128,43 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
 
 
 def _possible(ours: Any, written: Mapping[str, int]) -> Iterator[Reading]:
-    several = [axes for k in range(1, len(written) + 1) for axes in itertools.combinations(written, k)]
+    count = lambda axes: math.prod(written[axis] for axis in axes)
+    groups = [axes for k in range(1, len(written) + 1) for axes in itertools.combinations(written, k)]
     for says, number in (("size", lambda n: n), ("share", lambda n: 1 / n), ("last", lambda n: n - 1)):
-        for axes in several:
-            n = math.prod(written[axis] for axis in axes)
-            yield Reading(number(n), says, axes, n)
-    for eqn in equations(ours):
-        if eqn.primitive.name == "shard_map":
-            for spec, var in zip(eqn.params["in_specs"], eqn.invars, strict=True):
-                for dim, axes in enumerate(_compat.partitions(spec, len(shape_of(var)))):
-                    if axes := axes_tuple(axes or ()):
-                        n = math.prod(written[axis] for axis in axes)
-                        yield Reading(shape_of(var)[dim] // n, "block", axes, n)
+        for axes in groups:
+            yield Reading(number(count(axes)), says, axes, count(axes))
+    bodies = [eqn for eqn in equations(ours) if eqn.primitive.name == "shard_map"]
+    for axes, size in (dim for eqn in bodies for dims in _inputs(eqn) for dim in dims if dim[0]):
+        yield Reading(size // count(axes), "block", axes, count(axes))
+    if any(written[axis] != n for eqn in bodies for axis, n in _compat.made_manual(eqn).items()):
+        return  # of another mesh, on which the written size times a block is not the whole
+    # What JAX keeps for a derivative is no array of the program.
+    wholes = dict.fromkeys(
+        one for eqn in bodies if not is_transposed(eqn) for dims in _inputs(eqn) for one in _some(dims)
+    )
+    for axes, size in wholes:
+        number = count(axes) * size
+        if size and number not in {other for _, other in wholes}:  # else it may be that one, and the size is forgotten
+            yield Reading(number, "whole", axes, count(axes))
+            yield Reading(1 / number, "mean", axes, count(axes))
+
+
+_Dim = tuple[tuple[str, ...], int]  # the axes that divide a dimension, or several, and the size of the whole
+
+
+def _inputs(body: Any) -> Iterator[list[_Dim]]:
+    """The dimensions of each input of a body."""
+    for spec, var in zip(body.params["in_specs"], body.invars, strict=True):
+        shape = shape_of(var)
+        yield list(zip(map(axes_tuple, _compat.partitions(spec, len(shape))), shape, strict=True))
+
+
+def _some(dims: Sequence[_Dim]) -> Iterator[_Dim]:
+    """Some dimensions of an array together, of which one is divided."""
+    for k in range(len(dims)):
+        for several in itertools.combinations(dims, k + 1):
+            if axes := tuple(axis for one, _ in several for axis in one):
+                yield axes, math.prod(size for _, size in several)
 
 
 def _numbers(jaxpr: Any) -> Iterator[tuple[Literal, Number, LineName]]:

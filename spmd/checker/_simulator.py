@@ -62,7 +62,8 @@ class TooLarge(NotSimulated):
     """There are more numbers to compute than the caller allows."""
 
 
-FOR_ONE_NUMBER = "a permutation is written for one number of devices, and lax.axis_size does not count them"
+COUNTS = "jax.lax.axis_size counts devices on any mesh, and reference= says what is meant for one"
+FOR_ONE_NUMBER = f"a permutation is written for one number of devices; {COUNTS}"
 
 
 class NoSuchDevice(NotSimulated):

@@ -239,7 +239,7 @@ class _Rewriting:
             fn, args = self.again(loaded(f"{self.file.path} as kernels", self.text(edits)))
             _trace(fn, args, grad)
         except Exception as error:  # whatever a program raises, the edit is taken back
-            return _first_line(error)
+            return jax_errors.first_line(error)
         return ""
 
     def text(self, edits: Sequence[Edit]) -> str:
@@ -350,10 +350,6 @@ def _written(tree: Any) -> str:
     return f"[{inside}]" if isinstance(tree, list) else f"({inside},)"
 
 
-def _first_line(error: Exception) -> str:
-    return error.fault.rule if isinstance(error, SpmdError) else jax_errors.first_line(error)
-
-
 def _drawn(args: Any) -> Any:
     """Arguments with numbers in place of those that have only a shape, where these lie."""
     placed = lambda x, y: jax.device_put(y, x.sharding) if isinstance(x, jax.ShapeDtypeStruct) else x
@@ -376,12 +372,12 @@ def _compare(raw: Program, ported: Program) -> tuple[tuple[str, ...], tuple[str,
         try:
             wanted, before = _run(*raw, grad)
         except Exception as error:  # whatever JAX cannot
-            same.append(f"{what}: not compared, the raw program has none: {_first_line(error)}")
+            same.append(f"{what}: not compared, the raw program has none: {jax_errors.first_line(error)}")
             break
         try:
             got, after = _run(*ported, grad)
         except Exception as error:
-            differences.append(f"{what}: the raw program has them, the kernel does not: {_first_line(error)}")
+            differences.append(f"{what}: the raw program has them, the kernel does not: {jax_errors.first_line(error)}")
             break
         largest = max((float(np.abs(np.asarray(x, np.float64)).max(initial=0)) for x in _floats(wanted)), default=0.0)
         found = compared(got, wanted, lambda _, x, most=largest: 1e-4 * np.abs(x) + 1e-5 * max(most, 1))

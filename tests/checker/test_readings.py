@@ -93,6 +93,22 @@ RIGHT = {
         "2 at",
         "the size of dp and 4 at",
     ),
+    "of a mean": (
+        "b/dp c -> c",
+        lambda x: lax.psum(x.sum(0), "dp") / (N * x.shape[0]),
+        (ROWS,),
+        FOUR,
+        "8 at",
+        "the size of dp times that of a block",
+    ),
+    "of a mean of all": (
+        "b/dp d/tp -> scalar",
+        lambda x: lax.psum((x * x).sum(), ("dp", "tp")) * (1 / (8 * x.size)),
+        (WIDE,),
+        BOTH,
+        "0.0078125 at",
+        "one over the size of dp, tp times that of a block",
+    ),
     "a sum of what is equal": (
         "b/dp c, c -> b/dp c",
         lambda x, w: x * w[None] + lax.psum((w * w).sum() / N + 0 * x.sum(), "dp"),
@@ -134,6 +150,20 @@ def test_what_may_be_meant_for_one_number_of_devices_is_not_tested(body: Any) ->
     assert verdict("b/dp c -> b/dp c", body, ROWS).kind == "not tested"
 
 
+def test_an_index_that_leaves_its_array_on_one_device_proves_nothing() -> None:
+    """There JAX takes the last row four times. Types suspect nothing, and reference= tells."""
+
+    def body(x):
+        sums = lax.all_gather(x.sum(0), "dp")
+        return x / sum(sums[i] for i in range(N))[None]
+
+    kernel = spmd.kernel("b/dp c -> b/dp c", mesh=FOUR)(body)
+    found = spmd.check(kernel, ROWS).verdict
+    assert found.kind == "not tested" and "an index leaves its array on dp=1" in str(found), found
+    assert spmd.check(kernel, ROWS, reference=lambda x: x / x.sum(0)[None]).verdict.kind == "tested"
+    assert spmd.check(kernel, ROWS, reference=lambda x: x / x.mean(0)[None]).verdict.kind == "wrong"
+
+
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_program_is_tested(name: str) -> None:
     pattern, body, args, mesh, number, what = RIGHT[name]
@@ -147,6 +177,13 @@ WRONG = {
     "of another axis": ("b/dp d/tp -> d/tp", lambda x: lax.psum((x * x).mean(0), "dp") / 4, (WIDE,), BOTH),
     "two less": ("b/dp c -> b/dp c", shifted(N - 2), (ROWS,), FOUR),
     "another block": (LOSS, cross_entropy(3), TOKENS, BOTH),
+    "a mean of half of it": ("b/dp c -> c", lambda x: lax.psum(x.sum(0), "dp") / (2 * x.shape[0]), (ROWS,), FOUR),
+    "a mean of one axis": (
+        "b/dp d/tp -> scalar",
+        lambda x: lax.psum(x.sum(), ("dp", "tp")) / (4 * x.size),
+        (WIDE,),
+        BOTH,
+    ),
     "a factor beside a forgotten one": ("b/dp c -> c", lambda x: lax.psum(x.mean(0) * 4.0, "dp"), (ROWS,), FOUR),
     "one of two": (
         "b/dp/tp d -> d",

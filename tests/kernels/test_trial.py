@@ -51,10 +51,8 @@ def test_sizes_that_a_body_needs_are_kept() -> None:
 
     assert trial(body, jax.ShapeDtypeStruct((8, 24), "float32")).agrees
     fixed = lambda x: norms(x) if x.shape == (4, 6) else 1 / 0
-    assert (
-        trial(fixed, jax.ShapeDtypeStruct((8, 24), "float32")).why
-        == "it fails on dp=1 tp=1: ZeroDivisionError: division by zero"
-    )
+    why = trial(fixed, jax.ShapeDtypeStruct((8, 24), "float32")).why
+    assert why.startswith("it fails on dp=1 tp=1 at tests/kernels/test_trial.py:"), why
 
 
 def test_numbers_are_asked_once_and_only_where_types_suspect(monkeypatch: pytest.MonkeyPatch) -> None:
