@@ -78,8 +78,8 @@ def in_slice(name: str, seed: int, parts: int) -> bool:
 
 
 def default_parts(named: bool) -> int:
-    """Of how many slices a run takes one: of two, unless the caller names tests, or asks for all."""
-    return 1 if named or case_count() > FULL_CASES else 2
+    """Of how many slices a run takes one: of three, unless the caller names tests, or asks for all."""
+    return 1 if named or case_count() > FULL_CASES else 3
 
 
 def pytest_configure(config: pytest.Config) -> None:

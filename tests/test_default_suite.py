@@ -57,9 +57,9 @@ def test_a_test_is_in_one_slice():
     assert all(any(in_slice(name, seed, 8) for name in names) for seed in range(8))
 
 
-def test_a_run_of_all_takes_half_of_them(monkeypatch):
+def test_a_run_of_all_takes_a_third_of_them(monkeypatch):
     monkeypatch.delenv("SPMD_TEST_CASES", raising=False)
-    assert default_parts(named=False) == 2 and default_parts(named=True) == 1
+    assert default_parts(named=False) == 3 and default_parts(named=True) == 1
     monkeypatch.setenv("SPMD_TEST_CASES", str(FULL_CASES + 1))
     assert default_parts(named=False) == 1
 
