@@ -32,7 +32,7 @@ BUDGET = {
     "_processes": 220,
     "_python": 210,
     "_trees": 440,
-    "checker": 5520,
+    "checker": 5660,
     "cluster": 1915,
     "comm": 2320,
     "drawing": 300,

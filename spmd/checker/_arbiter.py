@@ -27,10 +27,11 @@ from spmd import _compat
 from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import line_of_body, line_of_error
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import Equation, Variable, equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype
 from spmd.checker._arguments import drawn
+from spmd.checker._located import located
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, ReadShift, read_as, readings
@@ -59,6 +60,7 @@ class Trial:
       differences: How results and gradients differ there from those on a mesh of ones.
       faults: What went wrong there: devices that part, copies that are not equal.
       gradients: Whether gradients were compared.
+      underived: Why they were not, where the program has none.
       line: Where its first body begins.
       meant: Whether they differ in reference mode as well, where arrays are whole and axes have their sizes: then the
         program means to depend on these.
@@ -69,12 +71,14 @@ class Trial:
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
       readings: What had to be read as sizes of axes, so that it agrees.
       results: Whether each result differs, in order.
+      first: The equations at which values begin to differ, with those around them; asked where something differs.
     """
 
     sizes: Mapping[str, int]
     differences: tuple[Difference, ...] = ()
     faults: tuple[Fault, ...] = ()
     gradients: bool = False
+    underived: str = ""
     line: str = ""
     meant: bool = False
     why: str = ""
@@ -84,6 +88,7 @@ class Trial:
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
     readings: tuple[Reading | ReadShift, ...] = ()
     results: tuple[bool, ...] = ()
+    first: Callable[[], list[tuple[Any, tuple[Any, ...]]]] = field(default=list, compare=False)
 
     @property
     def wrong(self) -> bool:
@@ -137,7 +142,8 @@ def tried(
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes), Trial(sizes)
     for grad in (True, False) if gradients else (False,):  # some programs have no derivative
         try:
-            return replace(program.tried(grad), quieted=functools.partial(program.quieted, grad))
+            quieted = functools.partial(program.quieted, grad)
+            return replace(program.tried(grad), quieted=quieted, underived=found.why)
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
@@ -235,7 +241,11 @@ class _Program:
             trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line, quiet=quiet)
             wrong = {one.path for one in differences}
             results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
-            trial = replace(trial, along=functools.partial(self._along, form, wanted, run), results=results)
+            along, first = (
+                functools.partial(self._along, form, wanted, run),
+                functools.partial(_first, run, ours, base),
+            )
+            trial = replace(trial, along=along, results=results, first=first)
             if faults or self.reference:
                 return trial
             if self._same_on_whole_arrays(form, found, run):
@@ -331,8 +341,8 @@ class _Program:
         _, given = pulled(lambda: None, draw, grad=grad)
         with jax.ensure_compile_time_eval():
             numbers = [held_number(x) for x in jax.tree.leaves(given)]
-        return lambda jaxpr, read=(), sizes=(), inside=False: simulate(
-            jaxpr, numbers, _MOST, noise, read_as(read, sizes, jaxpr), inside, self.shifts
+        return lambda jaxpr, read=(), sizes=(), inside=False, known=None: simulate(
+            jaxpr, numbers, _MOST, noise, read_as(read, sizes, jaxpr), inside, self.shifts, known
         )
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
@@ -379,6 +389,16 @@ class _Program:
             return _CLOSE * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
         return compared(found, wanted, allowed)
+
+
+def _first(run: _Run, ours: Any, base: Any) -> list[tuple[Equation, tuple[Equation, ...]]]:
+    """Return where the program on its mesh begins to differ."""
+    here: dict[Variable, Array] = {}
+    there: dict[Variable, Array] = {}
+    with contextlib.suppress(NotSimulated):
+        run(ours, known=here)
+        run(base, known=there)
+    return located(ours, base, here, there)
 
 
 def _leaves(run: _Run, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[str, int] | None = None) -> bool:

@@ -166,17 +166,12 @@ def _wrong_dims(
         lacking = [a for a in said if a not in have and a in scope]
         if role in ("result", "copies") and not any(map(walk.wide, (*extra, *lacking))) and len(dim) == 1:
             continue
-        free = set(lacking) <= unknown or role in MAKES or _is_tile(dim)
+        free = set(lacking) <= unknown or role in MAKES
         if lacking and not extra and free:
             continue
         if (extra or lacking or have != said or len(dim) > 1) and any(a in scope for a in (*have, *said)):
             wrong.append((i, said, have))
     return wrong
-
-
-def _is_tile(dim: Dim) -> bool:
-    """Return whether equal blocks are copies one after another: the whole is a tile of them."""
-    return len(dim) > 1 and dim[0][1] is FREE and not axes_of_dim(dim)
 
 
 def _in_order(dim: Dim, factors: tuple[Axes, ...], walk: Engine) -> bool:

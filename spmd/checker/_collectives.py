@@ -297,19 +297,11 @@ def _exchanged(walk: Engine, eqn: Equation, operand: State, axes: Axes, shape: S
         [(from_, dims[from_])] = found
         around = [(count, ()), *dims[concat]]
         joined = tuple(around) if from_ == split else normal(around)
-    elif _came_around(dims[split]):
-        return None
     cut = _divided_dim(dims[split], axes, count)
     if cut is None or not axes_of_dim(cut):
         return None
     dims[concat], dims[split] = joined, cut
     return walk.kept(operand._replace(dims=tuple(dims), pending=_left(operand, frozenset(axes)), table=None))
-
-
-def _came_around(dim: Dim) -> bool:
-    """Return whether an exchange has put blocks of another dimension around this one. They may go back to where they
-    were, and then the other dimension is divided, or become blocks of this one: the same numbers are both."""
-    return len(dim) > 1 and not dim[0][1] and not dim[1][1]
 
 
 def _without(dim: Dim, axes: Axes) -> Dim | None:

@@ -86,6 +86,7 @@ def simulate(
     numbers: Mapping[int, float] | None = None,
     inside: bool = False,
     shifts: list[str] | None = None,
+    known: dict[Variable, Array] | None = None,
 ) -> tuple[list[Array], list[Fault]]:
     """The results of a whole program, and what went wrong on the way.
 
@@ -98,6 +99,7 @@ def simulate(
       inside: Whether an index that leaves its array is an error.
       shifts: Gets the line of each permutation for another number of devices, which is taken as the shift that it is
         there. None: it is an error.
+      known: Gets the value of each variable, as it was last.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
@@ -113,6 +115,8 @@ def simulate(
     finally:
         stay_inside.reset(before)
     machine.read(outs)
+    if known is not None:
+        known.update(machine.known)
     return outs, machine.faults
 
 

@@ -83,7 +83,8 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
     lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
     sure = not (unknown or trial.quiet or trial.readings)
     read = [shown] if trial.readings else []
-    return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost])
+    rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
+    return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *rest])
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -165,7 +166,10 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     guilty = [axis for axis, differences in alone.items() if differences]
     if guilty and len(guilty) < len(alone):
         got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
-    if unknown:
+    first = next((line for eqn, callers in trial.first() if (line := line_of(eqn, callers))), "")
+    if first:
+        got.append(f"the first value that fits no layout is made at {first}")
+    elif unknown:
         got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
@@ -173,7 +177,7 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
         "spmd.check(...).source() shows the layout of every value beside its line; "
         "a program that counts devices in Python has reference= to say what it means"
     )
-    return found(Fault(rule, got=(*got, on), advice=advice), "numbers", trial.line or called_at())
+    return found(Fault(rule, got=(*got, on), advice=advice), "numbers", first or trial.line or called_at())
 
 
 def _factors(

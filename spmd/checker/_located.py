@@ -1,0 +1,129 @@
+"""Where a program begins to differ from one device: at the first value that no layout makes of the value there.
+
+Both programs are one text, traced on two meshes, so their equations correspond. Of each value the numbers are known on
+all devices, and on one. A right value is a block of that, a copy, or what a reduction over the devices completes.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from spmd import _compat
+from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
+from spmd.checker._primitives import Array
+from spmd.checker._simulator import Simulator
+
+Known = Mapping[Variable, Array]
+
+_COMPLETE = (np.sum, np.mean, np.max, np.min)
+_CLOSE = 1e-6
+
+
+def located(ours: Any, base: Any, here: Known, there: Known) -> list[tuple[Equation, tuple[Equation, ...]]]:
+    """Return the equations that make a value which fits no layout of values that fit one, with those around them.
+
+    Args:
+      ours: The program on its mesh.
+      base: The same on a mesh of ones.
+      here: The numbers of the first, with the mesh axes in front.
+      there: The numbers of the second.
+    """
+    one, other = ([eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"] for jaxpr in (ours, base))
+    if len(one) != len(other):
+        return []
+    found = []
+    for body, twin in zip(one, other, strict=True):
+        if max(_compat.made_manual(twin).values(), default=1) == 1:
+            walk = _Body(_compat.made_manual(body), here, there)
+            walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,))
+            found += walk.found
+    return found
+
+
+class _Body:
+    """One body, beside itself on a mesh of ones.
+
+    Attributes:
+      lost: The variables whose numbers fit no layout.
+      found: Where the first of them are made.
+    """
+
+    def __init__(self, sizes: Mapping[str, int], here: Known, there: Known) -> None:
+        self.here, self.there, self.machine = here, there, Simulator(0)
+        self.machine.sizes = dict(sizes)
+        self.lost: set[Variable] = set()
+        self.found: list[tuple[Equation, tuple[Equation, ...]]] = []
+
+    def visit(self, one: Any, other: Any, callers: tuple[Equation, ...]) -> None:
+        first, second = opened(one)[0], opened(other)[0]
+        self._is_lost(first.invars, second.invars)
+        for eqn, twin in _corresponding(first.eqns, second.eqns):
+            parts = held(eqn) if eqn.params.get("length") == twin.params.get("length") else ()
+            for part, like in zip(parts, held(twin), strict=False):
+                self.visit(part.jaxpr, like.jaxpr, (*callers, eqn))
+            known = not any(atom in self.lost for atom in eqn.invars if not isinstance(atom, Literal))
+            if self._is_lost(eqn.outvars, twin.outvars) and known and not parts:
+                self.found.append((eqn, callers))
+
+    def _is_lost(self, ones: Sequence[Variable], others: Sequence[Variable]) -> bool:
+        """Keep which of these variables fit no layout, and return whether any does."""
+        pairs = [(v, w) for v, w in zip(ones, others, strict=False) if v in self.here and w in self.there]
+        lost = [v for v, w in pairs if not self._fits(self.here[v], self.there[w])]
+        self.lost.difference_update(v for v, _ in pairs)
+        self.lost.update(lost)
+        return bool(lost)
+
+    def _fits(self, x: Array, y: Array) -> bool:
+        """Return whether an array may be what the devices hold of another one. Of other sizes nobody knows."""
+        lead = self.machine.lead
+        if x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
+            return True
+        layouts = list(_layouts(x.shape[lead:], y.shape[lead:], self.machine.sizes))
+        return not layouts or any(self._completes(self._joined(x, layout), y) for layout in layouts)
+
+    def _joined(self, x: Array, layout: Sequence[Sequence[str]]) -> Array:
+        for dim, axes in enumerate(layout):
+            x = self.machine.joined(x, axes, dim) if axes else x
+        return x
+
+    def _completes(self, x: Array, y: Array) -> bool:
+        """Return whether what devices hold is equal to an array, or is after a reduction over some of the axes."""
+        differing = [i for i in range(self.machine.lead) if x.shape[i] > 1]
+        if _close(x, y):
+            return True
+        ways = itertools.chain.from_iterable(itertools.combinations(differing, k + 1) for k in range(len(differing)))
+        return any(_close(complete(x, axis=at, keepdims=True), y) for at in ways for complete in _COMPLETE)
+
+
+def _corresponding(ones: Sequence[Equation], others: Sequence[Equation]) -> Iterator[tuple[Equation, Equation]]:
+    """The equations of two traces that stand at one line, in order. A verb has none of its own along one device."""
+    keys = [[(eqn.primitive.name, line_of(eqn)) for eqn in eqns] for eqns in (ones, others)]
+    for i, j, count in difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
+        yield from zip(ones[i : i + count], others[j : j + count], strict=True)
+
+
+def _layouts(local: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
+    """The axes that may divide each dimension."""
+    wide = [axis for axis, n in sizes.items() if n > 1]
+    orders = [()] + [axes for k in range(len(wide)) for axes in itertools.permutations(wide, k + 1)]
+    times = lambda axes: math.prod(sizes[axis] for axis in axes)
+    dims = [[axes for axes in orders if n * times(axes) == m] for n, m in zip(local, whole, strict=True)]
+    for layout in itertools.product(*dims):
+        axes = list(itertools.chain.from_iterable(layout))
+        if len(set(axes)) == len(axes):
+            yield list(layout)
+
+
+def _close(x: Array, y: Array) -> bool:
+    if x.dtype.kind not in "fc":
+        return bool((x == y).all())
+    limit = _CLOSE * np.abs(y, where=np.isfinite(y), out=np.zeros(y.shape)).max(initial=1e-30)
+    return bool(np.isclose(x, y, rtol=_CLOSE, atol=limit, equal_nan=True).all())

@@ -1,0 +1,109 @@
+"""Where numbers alone find a mistake, they name the line at which values stop fitting any layout."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spmd
+from tests.checker.twins.registry import load
+
+MESH = spmd.make_mesh(dp=2, tp=4)
+ROWS = jax.ShapeDtypeStruct((8, 12), "float32")
+
+
+def said(fn: Callable[..., Any], *args: Any) -> Any:
+    """The one finding on a program that types do not see through."""
+    [finding] = spmd.check(fn, *args)
+    assert finding.kind == "numbers"
+    return finding
+
+
+def line(body: Callable[..., Any]) -> str:
+    """The line of a body that says `# here`."""
+    lines, first = inspect.getsourcelines(body)
+    [at] = [first + i for i, text in enumerate(lines) if text.rstrip().endswith("# here")]
+    return f"test_located.py:{at} "
+
+
+def kernel(body: Callable[..., Any]) -> Any:
+    return spmd.kernel("b/dp d -> b/dp d", mesh=MESH)(body)
+
+
+def neighbour(x):
+    up = jnp.sin(x) * 2.0
+    sent = lax.ppermute(up, "dp", [(0, 1)])
+    every = jnp.where(lax.axis_index("dp") == 0, x * x.shape[0], sent)  # here
+    return jnp.cos(every) + x
+
+
+def in_a_loop(x):
+    def step(carry, _):
+        once = carry + jnp.tanh(x)
+        return once / x.shape[0], None  # here
+
+    return lax.scan(step, x, length=3)[0]
+
+
+def in_a_call(x):
+    return jax.jit(lambda x: jnp.exp(x) + 1.0)(x) / x.shape[0]  # here
+
+
+@pytest.mark.parametrize("body", [in_a_loop, in_a_call])
+def test_the_line_is_named(body: Any) -> None:
+    finding = said(kernel(body), ROWS)
+    assert line(body) in finding.line, finding
+    assert any(one.startswith("the first value that fits no layout is made at") for one in finding.got)
+
+
+@jax.custom_vjp
+def total(x):
+    return spmd.psum(x, "d {U:dp} -> d")
+
+
+def total_forward(x):
+    return total(x), None
+
+
+def total_backward(_, g):
+    each = g / lax.axis_size("dp")
+    return (lax.pcast(each, "dp", to="varying"),)
+
+
+total.defvjp(total_forward, total_backward)
+
+
+def test_the_line_of_a_derivative_is_named() -> None:
+    """The results are right. The backward rule divides by the devices, which only the gradient shows."""
+
+    def sums(x):
+        return total(jnp.sin(x).sum(0))  # here
+
+    finding = said(spmd.kernel("b/dp d -> d", mesh=MESH)(sums), ROWS)
+    assert line(sums) in finding.line, finding
+
+
+def test_the_line_in_the_second_of_two_kernels() -> None:
+    first = kernel(lambda x: x * 2.0)
+    second = kernel(in_a_call)
+    assert line(in_a_call) in said(lambda x: second(first(x)).sum(), ROWS).line
+
+
+def test_most_lines_of_mistakes_that_only_numbers_see() -> None:
+    """The line that is marked, or one next to it."""
+    near = 0
+    unseen = [pair for pair in load().values() if pair.unseen]
+    for pair in unseen:
+        [finding, *_] = spmd.check(pair.kernel(pair.mistaken), *pair.arguments()) or [None]
+        if finding is None:  # test_twins says which
+            continue
+        file, marked = pair.place.split(":")
+        place = finding.line.split(" ")[0]
+        near += place.split(":")[0].endswith(file) and abs(int(place.split(":")[1]) - int(marked)) <= 1
+    assert near >= 14, (near, len(unseen))  # of 22
