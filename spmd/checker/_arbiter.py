@@ -60,7 +60,6 @@ class Trial:
       differences: How results and gradients differ there from those on a mesh of ones.
       faults: What went wrong there: devices that part, copies that are not equal.
       gradients: Whether gradients were compared.
-      underived: Why they were not, where the program has none.
       line: Where its first body begins.
       meant: Whether they differ in reference mode as well, where arrays are whole and axes have their sizes: then the
         program means to depend on these.
@@ -71,6 +70,7 @@ class Trial:
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
       readings: What had to be read as sizes of axes, so that it agrees.
       results: Whether each result differs, in order.
+      underived: Why gradients were not compared, where the program has none.
       first: The equations at which values begin to differ, with those around them; asked where something differs.
     """
 
@@ -78,7 +78,6 @@ class Trial:
     differences: tuple[Difference, ...] = ()
     faults: tuple[Fault, ...] = ()
     gradients: bool = False
-    underived: str = ""
     line: str = ""
     meant: bool = False
     why: str = ""
@@ -88,6 +87,7 @@ class Trial:
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
     readings: tuple[Reading | ReadShift, ...] = ()
     results: tuple[bool, ...] = ()
+    underived: str = ""
     first: Callable[[], list[tuple[Any, tuple[Any, ...]]]] = field(default=list, compare=False)
 
     @property
