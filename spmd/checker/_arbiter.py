@@ -34,7 +34,7 @@ from spmd.checker._arguments import drawn
 from spmd.checker._located import located
 from spmd.checker._numbers import Difference, compared, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._readings import Reading, ReadShift, read_as, readings
+from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import COUNTS, FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, mode
@@ -68,7 +68,7 @@ class Trial:
       along: How it differs on other meshes: `along(sizes)`, where something differs.
       quiet: Whether one number stood in for all random ones.
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
-      readings: What had to be read as sizes of axes, so that it agrees.
+      shifts: The lines of permutations by numbers that were taken as shifts.
       results: Whether each result differs, in order.
       underived: Why gradients were not compared, where the program has none.
       first: The equations at which values begin to differ, with those around them; asked where something differs.
@@ -85,7 +85,7 @@ class Trial:
     along: Callable[[Mapping[str, int]], Sequence[Difference] | None] = field(default=lambda _: None, compare=False)
     quiet: bool = False
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
-    readings: tuple[Reading | ReadShift, ...] = ()
+    shifts: tuple[str, ...] = ()
     results: tuple[bool, ...] = ()
     underived: str = ""
     first: Callable[[], list[tuple[Any, tuple[Any, ...]]]] = field(default=list, compare=False)
@@ -218,7 +218,7 @@ class _Program:
             raise
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
-        read: tuple[Any, ...] = ()
+        read: tuple[Reading, ...] = ()
         turns = [*self.draws, self.given] if self.given else self.draws
         for draws, number in zip(turns, _NOISE, strict=False):
             for draw in draws:  # with integers that are large, and with small ones where these leave an array
@@ -259,9 +259,11 @@ class _Program:
                         f"an index leaves its array on {_shown(other)}, and none does on the mesh; {COUNTS}"
                     )
                 return trial
-        read = (*read, *map(ReadShift, dict.fromkeys(self.shifts)))
-        same = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet, readings=read)
-        return meant or same
+        if meant or read:  # a number that is read so may be another one, and the program wrong
+            said = " and ".join(map(str, read))
+            return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
+        shifts = tuple(dict.fromkeys(self.shifts))
+        return Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet, shifts=shifts)
 
     def quieted(self, grad: bool) -> Trial:
         """Return the trial without random numbers. A loop that draws until a number is right may not end then."""

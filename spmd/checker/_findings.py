@@ -125,12 +125,12 @@ def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: st
       kernel: The kernel, for the message.
       findings: What was found.
       how: "error" or "warn".
-      why: Why no numbers were compared, if some findings are not certain for that reason.
+      why: Why numbers do not tell, if some findings are not certain for that reason.
     """
     every = dict.fromkeys(findings)
     unsure = [one for one in every if not one.certain] if how == "error" and why else []
     if unsure:
-        warn(f"{Findings(unsure)}\nIt may be meant: no numbers were compared, because {why}.", UserWarning)
+        warn(f"{Findings(unsure)}\nIt may be meant, and numbers do not tell: {why}.", UserWarning)
     unique = Findings(one for one in every if one not in unsure)
     if not unique:
         return

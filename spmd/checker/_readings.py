@@ -82,16 +82,6 @@ _SAYS = {
 }
 
 
-@dataclass(frozen=True)
-class ReadShift:
-    """A permutation for one number of devices, as the shift that it is there."""
-
-    line: str
-
-    def __str__(self) -> str:
-        return f"the permutation at {self.line} is read as a shift"
-
-
 def read_as(several: Sequence[Reading], sizes: Mapping[str, int], jaxpr: Any) -> dict[int, float]:
     """Return what the numbers of a program are on a mesh of these sizes, by the `id` of each `Literal`."""
     found = {}

@@ -43,7 +43,7 @@ class Verdict:
     | kind | means |
     |---|---|
     | `proved` | types follow every value to the results, and numbers agree |
-    | `tested` | numbers agree; types lose a value, numbers are random, or one is read as a size: see `reasons` |
+    | `tested` | numbers agree; types lose a value, or numbers are random: see `reasons` |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
     | `not tested` | there are no findings; numbers were not compared, or they depend on the mesh, perhaps on purpose |
@@ -79,10 +79,9 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
         return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
-    shown = f"Here {' and '.join(map(str, trial.readings))}, which jax.lax.axis_size gives on any mesh"
     lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
-    sure = not (unknown or trial.quiet or trial.readings)
-    read = [shown] if trial.readings else []
+    sure = not (unknown or trial.quiet or trial.shifts)
+    read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
     return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *rest])
 
