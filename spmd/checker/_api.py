@@ -22,7 +22,7 @@ from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
 from spmd.checker._state import State, hidden, plain
-from spmd.checker._verdict import Verdict, but_for_noise, confirmed, judge, unknown_lines
+from spmd.checker._verdict import Verdict, about_gradients, but_for_noise, confirmed, judge, unknown_lines
 from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes
@@ -71,6 +71,7 @@ def checked(
         Traced(jaxpr, jax.tree.structure(shapes)),
         walk.sizes,
         gradients=not backward,
+        alone=about_gradients(walk.findings),
         reference=reference and partial(run, plain=reference),
     )
     raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
@@ -109,20 +110,22 @@ def _tried(
     sizes: Mapping[str, int],
     *,
     gradients: bool,
+    alone: bool,
     reference: Callable[..., Any] | None,
 ) -> Trial:
     """Return what numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few
     devices."""
     mesh, found = first_body(traced.jaxpr).params["mesh"], Trial(sizes, why=TOO_LARGE)
     if fewer_devices(sizes) == sizes:
-        found = tried(run, arrays, mesh, sizes, gradients=gradients, traced=traced, reference=reference)
+        found = tried(run, arrays, mesh, sizes, gradients=gradients, alone=alone, traced=traced, reference=reference)
     for most in (4, 2):
         if found.why != TOO_LARGE:
             break
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
         given = smaller(traced.jaxpr, arrays, sizes, fewer, allowed)
-        found = tried(run, given, mesh, fewer, gradients=gradients, reference=reference, written=sizes)
+        asked = {"gradients": gradients, "alone": alone, "reference": reference}
+        found = tried(run, given, mesh, fewer, **asked, written=sizes)
     return found
 
 
@@ -135,7 +138,7 @@ def check_jaxpr(
     arg_layouts: Sequence[Layout] = (),
     how: str = "error",
     always: bool = False,
-    ask: Callable[[], Trial] | None = None,
+    ask: Callable[[bool], Trial] | None = None,
 ) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
 
@@ -149,7 +152,8 @@ def check_jaxpr(
       arg_layouts: Their layouts, from which a message tells how to mend a value.
       how: "error", "warn", or "off".
       always: Check even if `check` looks at the whole program later, because this trace ends before that.
-      ask: What the numbers say. They are asked where types suspect something, and decide.
+      ask: What the numbers say; with True, gradients are compared in any case. They are asked where types suspect
+        something, and decide.
 
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
@@ -166,7 +170,7 @@ def check_jaxpr(
         raise
 
 
-def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | None) -> None:
+def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[bool], Trial] | None) -> None:
     """Raise what types suspect, if numbers say so too; all of it where nobody can ask them.
 
     With SPMD_CHECK=full numbers are asked of each kernel, whatever types say.
@@ -175,7 +179,7 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[], Trial] | No
     if ask is None or not (found or full):
         report(kernel, found, how)
         return
-    trial = but_for_noise(ask(), walk)
+    trial = but_for_noise(ask(about_gradients(walk.findings)), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
     report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, trial.why)
 
@@ -205,7 +209,7 @@ def check_body(
     kernel: str,
     axis_sizes: Mapping[str, int],
     how: str = "error",
-    ask: Callable[[], Trial] | None = None,
+    ask: Callable[[bool], Trial] | None = None,
 ) -> None:
     """Check a body that was inlined in the user's own `shard_map`, and traced on its shards.
 

@@ -119,6 +119,7 @@ def tried(
     sizes: Mapping[str, int],
     *,
     gradients: bool = True,
+    alone: bool = False,
     traced: Traced | None = None,
     reference: Callable[..., Any] | None = None,
     written: Mapping[str, int] | None = None,
@@ -131,6 +132,7 @@ def tried(
       mesh: The mesh of its bodies, for one that reads it off its arguments.
       sizes: The sizes of all mesh axes.
       gradients: Whether gradients are compared, where there are any; not those of a program that takes some itself.
+      alone: Whether they are compared also where results differ, because a suspicion is about them alone.
       traced: The program as it was traced on its mesh, if it was.
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
       written: The sizes for which the program may have numbers of its own, if those are others.
@@ -140,10 +142,13 @@ def tried(
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return Trial(sizes, why=TOO_LARGE)
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes), Trial(sizes)
-    for grad in (True, False) if gradients else (False,):  # some programs have no derivative
+    # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
+    turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
+    for grad, draws in turns:
         try:
-            quieted = functools.partial(program.quieted, grad)
-            return replace(program.tried(grad), quieted=quieted, underived=found.why)
+            trial = program.tried(grad, draws=draws)
+            if trial.wrong or draws is None:
+                return replace(trial, quieted=functools.partial(program.quieted, grad), underived=found.why)
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
@@ -206,7 +211,8 @@ class _Program:
         self.pulled: dict[Any, tuple[Any, _Form]] = {}
         self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
-    def tried(self, grad: bool, quiet: bool = False) -> Trial:
+    def tried(self, grad: bool, quiet: bool = False, draws: int | None = None) -> Trial:
+        """Compare results, and gradients, for this many draws of the arguments, or for all."""
         self.grad, sizes = grad, self.sizes
         self.shifts.clear()
         ours, form = self._traced(sizes)
@@ -220,18 +226,18 @@ class _Program:
         meant: Trial | None = None
         read: tuple[Reading, ...] = ()
         turns = [*self.draws, self.given] if self.given else self.draws
-        for draws, number in zip(turns, _NOISE, strict=False):
-            for draw in draws:  # with integers that are large, and with small ones where these leave an array
+        for turn, number in zip(turns[:draws], _NOISE, strict=False):
+            for draw in turn:  # with integers that are large, and with small ones where these leave an array
                 run = self._run(draw, self.grad, number if quiet else None)
                 with contextlib.suppress(Outside):
-                    wanted = run(base, read, other, inside=draw is not draws[-1])[0]
+                    wanted = run(base, read, other, inside=draw is not turn[-1])[0]
                     break
             try:
                 found, faults = run(ours, read, sizes)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
             differences = self._differences(form, found, wanted)
-            if draws is self.given:  # where numbers are equal or zero, the gradient may be any of several
+            if turn is self.given:  # where numbers are equal or zero, the gradient may be any of several
                 differences = [one for one in differences if one.path[0].key == "result"]
             if not (differences or faults):
                 continue

@@ -137,6 +137,11 @@ def confirmed(
     return kept
 
 
+def about_gradients(suspicions: Iterable[Finding]) -> bool:
+    """Return whether gradients have to be compared to decide on these."""
+    return any(one.kind in _BACKWARD for one in suspicions)
+
+
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
     """Return the suspicions on which results depend that are right, and none that is wrong. What only a gradient shows
     may be any of them."""

@@ -181,7 +181,7 @@ class Plan:
             how=self.signature.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
-            ask=lambda: trial_of(self, leaves),
+            ask=lambda alone: trial_of(self, leaves, alone),
         )
 
     # --- before any trace ---------------------------------------------------------------------------------
@@ -436,7 +436,7 @@ _DEVICES = 64  # that are taken as they are
 _SMALL = 2**14  # numbers in arguments that are taken as they are
 
 
-def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
+def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
     """Return what the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
 
     An axis with one device has two here, because a program is right on all meshes or on none; and one of a large mesh
@@ -445,6 +445,7 @@ def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
     Args:
       plan: The kernel.
       leaves: Its arguments, or what has their shapes.
+      alone: Whether gradients are compared also where results differ.
     """
     most = 4 if math.prod(plan.sizes.values()) > _DEVICES else math.inf
     small = {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()}
@@ -456,7 +457,7 @@ def trial_of(plan: Any, leaves: Sequence[Any]) -> Trial:
 
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
     for arrays in _candidates(plan, leaves, mesh):
-        found = tried(run, arrays, mesh, dict(mesh.shape), written=dict(plan.mesh.shape))
+        found = tried(run, arrays, mesh, dict(mesh.shape), alone=alone, written=dict(plan.mesh.shape))
         if not found.why:
             break
     return found
