@@ -35,7 +35,6 @@ from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Written
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
-from spmd.kernels import Kernel
 from spmd.mesh import crossing, sizes_for
 
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
@@ -483,10 +482,7 @@ def explain(
     stats = _compiled(program, compiled, missing)
     found = program.mesh if found is None else found
     sizes = {} if found is None else sizes_for(found, "")
-    # A jitted function is read inside another trace, which shares its body: see `written`.
-    own = hasattr(fn, "lower") and not isinstance(fn, Kernel) and not hasattr(fn, "jaxpr")
-    jaxpr = None if own else program.jaxpr
-    written = None if program.jaxpr is None else read(fn, args, kwargs, mesh, jaxpr=jaxpr, donated=program.donated)
+    written = None if program.jaxpr is None else read(program, sizes)
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)

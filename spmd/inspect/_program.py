@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import _compat
@@ -34,6 +33,7 @@ class Program:
         none, or if none is known before it is compiled.
       arguments: The leaves of its arguments, as given.
       donated: Which inputs of the jaxpr are donated; empty where that is not known.
+      called: The jaxpr of what calls a jitted function, else `jaxpr`. Only there `in_shardings` say where arguments lie.
     """
 
     name: str
@@ -42,6 +42,11 @@ class Program:
     arguments: tuple[Any, ...]
     _compile: Callable[[], Any] = field(repr=False)
     donated: tuple[bool, ...] = ()
+    _call: Callable[[], Any] | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def called(self) -> Any:
+        return self.jaxpr if self._call is None else self._call()
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -92,7 +97,13 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
         with under(mesh):
             return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
 
-    return Program(name, jaxpr, _first(named), leaves, lowered, _donated(traced))
+    def called() -> Any:
+        inner, given = of_arrays(fn, args, kwargs, is_array)
+        with under(mesh):
+            return jax.jit(inner).trace(*given).jaxpr
+
+    own = hasattr(fn, "trace") and not isinstance(fn, Kernel)
+    return Program(name, jaxpr, _first(named), leaves, lowered, _donated(traced), called if own else None)
 
 
 def _name(fn: Any) -> str:
@@ -123,11 +134,15 @@ def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn.trace(*args, **kwargs)
     if hasattr(fn, "lower"):
         return fn.lower(*args, **kwargs)
-    is_input = lambda leaf: is_array(leaf) or is_number(leaf)
     if all(map(is_input, jax.tree.leaves((args, kwargs)))):
         return jax.jit(fn).trace(*args, **kwargs)
     inner, arrays = of_arrays(fn, args, kwargs, is_input)
     return jax.jit(inner).trace(*arrays)
+
+
+def is_input(leaf: Any) -> bool:
+    """Return whether JAX traces an argument."""
+    return is_array(leaf) or is_number(leaf)
 
 
 def of_arrays(
@@ -266,10 +281,12 @@ def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, 
 def moved_bytes(
     shape: Sequence[int], dtype: Any, source: Placement, target: Placement, sizes: Mapping[str, int]
 ) -> int | None:
-    """Return what one device sends in the cheapest plan from one placement to another; where there is none (sizes that
-    do not divide), the least that some device must receive."""
+    """Return what one device sends in the cheapest plan from one placement to another; None where there is none, as for
+    sizes that do not divide."""
     if source is None or target is None or isinstance(target, str):
         return None
+    if source == target:
+        return 0
     if isinstance(source, str):  # on one device: the others have nothing
         return local_count(shape, target, sizes) * dtype.itemsize
     names = [f"d{i}" for i in range(len(shape))]
@@ -277,27 +294,4 @@ def moved_bytes(
     try:
         return plan(pattern, sizes=dict(zip(names, shape, strict=True)), mesh=sizes, dtype=dtype).bytes
     except SpmdError:
-        return _received_bytes(shape, dtype.itemsize, source, target, sizes)
-
-
-def _received_bytes(shape: Sequence[int], itemsize: int, source: Any, target: Any, sizes: Mapping[str, int]) -> int:
-    """The least that the device which lacks most must receive: of its new shard, what its old one does not have."""
-    used = [a for a in sizes if any(a in axes for axes in (*source, *target))]
-    grid = np.indices([sizes[a] for a in used]) if used else np.zeros((0,), np.int64)
-    place = dict(zip(used, grid, strict=True))
-    common: Any = 1
-    wanted = 1
-    for n, old, new in zip(shape, source, target, strict=True):
-        (start, end), (low, high) = _block(n, old, place, sizes), _block(n, new, place, sizes)
-        common = common * np.maximum(np.minimum(end, high) - np.maximum(start, low), 0)
-        wanted *= n // axes_product(new, sizes)
-    return int(wanted - np.min(common)) * itemsize
-
-
-def _block(n: int, axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, Any]:
-    """Return where each device's block of a dimension starts and ends."""
-    index: Any = 0
-    for axis in axes:
-        index = index * sizes[axis] + place[axis]
-    size = n // axes_product(axes, sizes)
-    return index * size, (index + 1) * size
+        return None
