@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def _pieces(one: Collective) -> list[_Piece]:
     return [_Piece(one, (operand,), (name,)) for operand, name in zip(one.operands, names, strict=True)]
 
 
-def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
+def _laid_out(piece: _Piece, said: Sequence[_Wanted]) -> list[_Piece]:
     """The parts of an operand that XLA put together from several arrays, end to end; else the piece itself.
 
     XLA for GPUs does so with all-reduces. The names are those of the parts, or all have the same one.
@@ -109,11 +109,11 @@ def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
       piece: The operand.
       said: The written collectives that its names say.
     """
-    same = [group for group in said if (group.row.kind, group.row.axes) == (piece.of.kind, piece.of.axes)]
-    if piece.of.kind == "all_to_all" or any(group.elements == piece.elements for group in same):
+    same = [one for one in said if (one.row.kind, one.row.axes) == (piece.of.kind, piece.of.axes)]
+    if piece.of.kind == "all_to_all" or any(one.elements == piece.elements for one in same):
         return [piece]
     dtype = piece.operands[0][0]
-    missing = {id(group): group.missing // piece.of.count for group in same}
+    missing = {id(one): one.missing // piece.of.count for one in same}
     parts: list[_Piece] = []
     strange, left = [], piece.elements
     names = names_of_parts(piece.of.op_name)
@@ -121,13 +121,13 @@ def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
         part = _Piece(piece.of, (), (name,))
         wanting = [one for one in same if missing[id(one)] > 0 and _says(part, one.row)]
         # The text of a call says more than the primitive and the line of a raw one.
-        group = min(wanting, key=lambda one: not isinstance(one.row.text, CallName), default=None)
-        if group is None:
+        taken = min(wanting, key=lambda one: not isinstance(one.row.text, CallName), default=None)
+        if taken is None:
             strange.append(name)
-        elif left >= group.elements:
-            missing[id(group)] -= 1
-            left -= group.elements
-            parts.append(replace(part, operands=((dtype, group.row.shape),)))
+        elif left >= taken.elements:
+            missing[id(taken)] -= 1
+            left -= taken.elements
+            parts.append(replace(part, operands=((dtype, taken.row.shape),)))
     if left and strange and parts:  # the compiler's own among them
         return [*parts, _Piece(piece.of, ((dtype, (left,)),), tuple(strange))]
     return [piece] if left else parts
@@ -143,106 +143,71 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     rows = () if written is None else written.collectives
     if compiled is None:
         return tuple(_joined(row, None) for row in rows)
-    groups = _groups(rows)
+    wanted = [_Wanted(row, row.count) for row in rows]
+    alike: dict[Any, list[_Wanted]] = {}  # those that only their place in the program tells apart, as of equal layers
+    for one in wanted:
+        row = one.row
+        key = (row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive)
+        alike.setdefault(key, []).append(one)
     rest: list[_Piece] = []
     pieces = [piece for one in compiled for piece in _pieces(one)]
-    # First those that know their line, then the others, those that run most often first: they fit in the fewest places.
-    for whole in sorted(pieces, key=lambda piece: (not piece.where, not piece.where and -piece.of.count)):
-        said = [group for group in groups if _says(whole, group.row)]
+    # First those that know their line. Those that run most often fit in the fewest places.
+    for whole in sorted(pieces, key=lambda piece: (not piece.where, -piece.of.count)):
+        said = [one for group in alike.values() if _says(whole, group[0].row) for one in group]
         for piece in _laid_out(whole, said):
-            candidates = said if piece is whole else [group for group in said if _says(piece, group.row)]
+            candidates = said if piece is whole else [one for one in said if _says(piece, one.row)]
             if not piece.named:  # the name of what XLA combined is that of one of them
-                candidates = [group for group in candidates if group.row.shape == piece.shape and group.missing > 0]
+                candidates = [one for one in candidates if one.row.shape == piece.shape and one.missing > 0]
             _claim(piece, candidates, rest)
     pieces, rest = rest, []
-    written_in = {id(piece.of) for group in groups for piece in group.pieces}
+    written_in = {id(piece.of) for one in wanted for piece in one.pieces}
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
         placed = _ends(piece.of.op_name) in _PLACED and id(piece.of) not in written_in
-        alike = () if placed else (group for group in groups if group.missing > 0 and _alike(piece, group.row))
-        _claim(piece, list(alike), rest)
-    taken = {place: pieces for group in groups for place, pieces in group.placed().items()}
-    joined = [_joined(row, taken.get(i) or _gone(i, rows, taken)) for i, row in enumerate(rows)]
+        _claim(piece, [one for one in wanted if not placed and one.missing > 0 and _alike(piece, one.row)], rest)
+    joined = [_joined(one.row, one.pieces or _gone(one.row, wanted)) for one in wanted]
     strangers: dict[int, list[_Piece]] = {}
     for piece in rest:
         strangers.setdefault(id(piece.of), []).append(piece)
     return (*joined, *(_unwritten(parts, written) for parts in strangers.values()))
 
 
-@dataclass
-class _Group:
-    """Written collectives that only their place in the program tells apart, such as those of equal layers.
+@dataclass(eq=False)
+class _Wanted:
+    """A written collective, how many of its runs were not found so far, and the pieces that were."""
 
-    Attributes:
-      rows: All that is written.
-      places: Which of them these are.
-      pieces: What was found of them.
-      missing: How many runs of them were not found so far.
-    """
-
-    rows: Sequence[WrittenCollective]
-    places: list[int] = field(default_factory=list)
+    row: WrittenCollective
+    missing: int
     pieces: list[_Piece] = field(default_factory=list)
-    missing: int = 0
-
-    @property
-    def row(self) -> WrittenCollective:
-        return self.rows[self.places[0]]
 
     @property
     def elements(self) -> int:
         return math.prod(self.row.shape)
 
-    def add(self, place: int) -> None:
-        self.places.append(place)
-        self.missing += self.rows[place].count
 
-    def take(self, piece: _Piece) -> None:
-        self.pieces.append(piece)
-        self.missing -= piece.of.count
-
-    def placed(self) -> dict[int, list[_Piece]]:
-        """The pieces of each, those that run most often first: each goes to the first that wants all its runs, else to
-        the first that wants any, else to the first of all."""
-        wants = {place: self.rows[place].count for place in self.places}
-        found: dict[int, list[_Piece]] = {}
-        for piece in sorted(self.pieces, key=lambda piece: -piece.of.count):
-            open_ = (place for least in (piece.of.count, 1) for place, left in wants.items() if left >= least)
-            place = next(open_, self.places[0])
-            found.setdefault(place, []).append(piece)
-            wants[place] -= piece.of.count
-        return found
-
-
-def _groups(rows: Sequence[WrittenCollective]) -> list[_Group]:
-    found: dict[Any, _Group] = {}
-    for place, row in enumerate(rows):
-        key = (row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive)
-        found.setdefault(key, _Group(rows)).add(place)
-    return list(found.values())
-
-
-def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> None:
+def _claim(piece: _Piece, candidates: Sequence[_Wanted], rest: list[_Piece]) -> None:
     """Give `piece` to the best of the candidates, one that has nothing yet if possible."""
     if not candidates:
         rest.append(piece)
         return
     backward = any(_compat.BACKWARD in name for name in piece.names)
 
-    def fits(group: _Group) -> tuple[int, bool, bool]:
-        row = group.row
+    def fits(one: _Wanted) -> tuple[int, bool, bool]:
+        row = one.row
         alike = sum(
             (
                 row.where == piece.where,
                 (row.phase == "backward") == backward,
                 row.kind == piece.of.kind,
-                math.prod(row.shape) == piece.elements,
+                one.elements == piece.elements,
                 row.shape == piece.shape,
-                group.missing > 0,
+                one.missing > 0,
             )
         )
-        return alike, row.axes == piece.of.axes, group.missing >= piece.of.count
+        return alike, row.axes == piece.of.axes, one.missing >= piece.of.count
 
-    max(candidates, key=fits).take(piece)
+    best = max(candidates, key=fits)
+    best.pieces.append(piece)
+    best.missing -= piece.of.count
 
 
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
@@ -268,12 +233,11 @@ def _related(row: WrittenCollective, one: Collective) -> bool:
     return not row.axes or not one.axes or set(one.axes) <= set(row.axes)
 
 
-def _gone(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> str:
+def _gone(row: WrittenCollective, wanted: Sequence[_Wanted]) -> str:
     """Return what to say of a written collective that the compiled program does not have. Another one of the same call
     and size may serve for this one too. If it is of another call, that is not known."""
     alike = lambda one: (one.kind, one.axes, one.shape, one.dtype) == (row.kind, row.axes, row.shape, row.dtype)
-    row = rows[at]
-    twins = [one.text for i, one in enumerate(rows) if i in taken and alike(one)]
+    twins = [one.row.text for one in wanted if one.pieces and alike(one.row)]
     if row.text in twins:
         return "the compiler merged it with an equal one"
     return f"the compiler removed it{', or merged it with an equal one' if twins else ''}"
@@ -408,27 +372,25 @@ def with_plan(
     if not compiled:
         own = (move for move in plan.moves if left is None or set(left).issuperset(_axes(move)))
         return (*found, *map(_planned, own))
-    rest = list(plan.moves)
-    joined: list[Communication] = []
+    rest, joined = list(plan.moves), list(found)
     for exactly in (True, False):  # those of equal size first
-        joined = []
-        for one in found:
+        for i, one in enumerate(joined):
             moves = [] if one.written or one.note else _like(one, rest, exactly)
-            if not moves:
-                joined.append(one)
-                continue
-            move = moves[0]
-            rest = [other for other in rest if other not in moves]
-            where = short_line(move.where) or one.where
-            asked = one.text.startswith("auto mode, for ")  # a call of the user's says more than its layouts
-            other = "" if exactly else f"; the plan sends {bytes_text(move.bytes)}"
-            note = (f"{move.text}: {move.why}" if asked else move.why) + other
-            text = one.text if asked else move.text
-            more = f"; and {len(moves) - 1} more, combined" if len(moves) > 1 else ""
-            typed = all(one.typed for one in moves)
-            joined.append(replace(one, text=text, where=where, note=note + more, phase=move.phase, written=typed))
-        found = joined
+            if moves:
+                rest = [other for other in rest if other not in moves]
+                joined[i] = _reasoned(one, moves, exactly)
     return tuple(joined)
+
+
+def _reasoned(one: Communication, moves: Sequence[Move], exactly: bool) -> Communication:
+    """A compiled collective with the line and the reason of the moves that it is."""
+    move = moves[0]
+    asked = one.text.startswith("auto mode, for ")  # a call of the user's says more than its layouts
+    note = f"{move.text}: {move.why}" if asked else move.why
+    note += "" if exactly else f"; the plan sends {bytes_text(move.bytes)}"
+    note += f"; and {len(moves) - 1} more, combined" if len(moves) > 1 else ""
+    text, where = one.text if asked else move.text, short_line(move.where) or one.where
+    return replace(one, text=text, where=where, note=note, phase=move.phase, written=all(m.typed for m in moves))
 
 
 def _like(one: Communication, moves: Sequence[Move], exactly: bool) -> list[Move]:

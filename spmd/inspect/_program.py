@@ -33,7 +33,8 @@ class Program:
         none, or if none is known before it is compiled.
       arguments: The leaves of its arguments, as given.
       donated: Which inputs of the jaxpr are donated; empty where that is not known.
-      called: The jaxpr of what calls a jitted function, else `jaxpr`. Only there `in_shardings` say where arguments lie.
+      called: The jaxpr of a caller, if the function is jitted: only there a jaxpr says where `in_shardings` want
+        arguments. Else `jaxpr`.
     """
 
     name: str
