@@ -16,6 +16,7 @@ makes that again, from the arguments and the results, which it keeps in place of
 from __future__ import annotations
 
 import contextlib
+import graphlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -360,12 +361,9 @@ def _times(root: Tick, ticks: Sequence[Tick], standing: set[Node]) -> tuple[dict
         nonlocal now
         here = set(ticks)
         waits = {tick: {node.tick for node in tick.needs if node.tick in here} - {tick} for tick in ticks}
-        users: dict[Tick, list[Tick]] = {tick: [] for tick in ticks}
-        for tick in ticks:
-            for one in waits[tick]:
-                users[one].append(tick)
-        missing = {tick: len(before) for tick, before in waits.items()}
-        ready = deque(tick for tick in ticks if not missing[tick])
+        order = graphlib.TopologicalSorter(waits)
+        order.prepare()
+        ready = deque(order.get_ready())
         while ready:
             tick = ready.popleft()
             stands = (node.sources is None or node in standing for node in tick.makes)
@@ -376,13 +374,11 @@ def _times(root: Tick, ticks: Sequence[Tick], standing: set[Node]) -> tuple[dict
                 run(part)
                 now += 1
             ends[tick] = now
-            for user in users[tick]:
-                missing[user] -= 1
-            found = [user for user in users[tick] if not missing[user]]
+            order.done(tick)
             if kernel:
-                ready.extend(found)
+                ready.extend(order.get_ready())
             else:  # it is a part of those that read it
-                ready.extendleft(reversed(found))
+                ready.extendleft(reversed(order.get_ready()))
 
     run(ticks)
     return begins, ends
