@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from spmd._text import Table, bytes_text, sent_bytes, shown_file, shown_width, w
 from spmd.errors import SpmdError
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, end_of, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
+from spmd.inspect._reports import fields_of
 from spmd.language import axes_product, mesh_text
 from spmd.mesh import sizes_for
 
@@ -249,18 +250,8 @@ class Collective:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "whole": self.whole,
-            "group_size": self.group_size,
-            "bytes": self.bytes,
-            "count": self.count,
-            "exact": self.exact,
-            "operands": [[dtype, list(shape)] for dtype, shape in self.operands],
-            "op_name": self.op_name,
-            "where": self.where,
-        }
+        names = "kind axes whole group_size bytes count exact operands op_name where"
+        return fields_of(self, *names.split())
 
 
 def place_of(frames: Sequence[Frame]) -> str:
@@ -275,6 +266,25 @@ def counts_by_kind(runs: Iterable[tuple[str, int]]) -> dict[str, int]:
     for kind, count in sorted(runs, key=lambda run: run[0]):
         found[kind] = found.get(kind, 0) + count
     return found
+
+
+One = TypeVar("One")
+
+
+def grouped(ones: Iterable[One], key: Callable[[One], Any]) -> dict[Any, tuple[One, ...]]:
+    """Those with the same key together, in the order of the first of each."""
+    found: dict[Any, list[One]] = {}
+    for one in ones:
+        found.setdefault(key(one), []).append(one)
+    return {name: tuple(alike) for name, alike in found.items()}
+
+
+def by_part(ones: Iterable[One]) -> dict[str, tuple[One, ...]]:
+    """What is sent, or will be, by the part of the program that sends it, as a report shows it."""
+    again, backward = "forward again, for jax.checkpoint", "backward"
+    part = lambda one: one.phase if one.phase == "forward" else again if one.recomputed else backward
+    found = grouped(ones, part)
+    return {name: found[name] for name in ("forward", again, backward) if name in found}
 
 
 class CollectiveReport(Sequence[Collective]):
@@ -327,20 +337,13 @@ class CollectiveReport(Sequence[Collective]):
         return self._grouped(lambda item: item.kind)
 
     def _grouped(self, key: Callable[[Collective], str]) -> dict[str, CollectiveReport]:
-        found: dict[str, list[Collective]] = {}
-        for item in self:
-            found.setdefault(key(item), []).append(item)
+        found = grouped(self, key)
         return {name: CollectiveReport(found[name], self.mesh) for name in sorted(found)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "mesh": self.mesh,
-            "counts": self.counts,
-            "total_bytes": self.total_bytes,
-            "exact": self.exact,
-            "collectives": [item.to_dict() for item in self],
-        }
+        found = fields_of(self, "mesh", "counts", "total_bytes", "exact")
+        return {**found, "collectives": [item.to_dict() for item in self]}
 
     def table(self, width: int | None = None) -> str:
         """Return the report as text, with one line for each collective and a line of totals.
@@ -351,13 +354,10 @@ class CollectiveReport(Sequence[Collective]):
         if not self:
             return "no collectives"
         width = shown_width(width)
-        alike: dict[tuple[Any, ...], list[Collective]] = {}
-        for item in self:  # a verb on a pytree is one line of the program and many collectives
-            alike.setdefault((item.kind, item.axes, item.dtype, item.shape, len(item.operands), item.where), []).append(
-                item
-            )
+        # a verb on a pytree is one line of the program and many collectives
+        same = lambda one: (one.kind, one.axes, one.dtype, one.shape, len(one.operands), one.where)
         head = ("collective", "axes", "times", "operand", "bytes", "where")
-        table = Table([_row(items) for items in alike.values()], head, right=(2, 4), below=(5,))
+        table = Table([*map(_row, grouped(self, same).values())], head, right=(2, 4), below=(5,))
         total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         said = [f"total: {total}; {bytes_text(self.total_bytes)} sent per device"]
         if not self.exact:

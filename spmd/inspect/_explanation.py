@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -12,27 +13,16 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, left_axes, left_text
 from spmd._jaxprs.walker import equations
-from spmd._text import (
-    Line,
-    Row,
-    Table,
-    bytes_text,
-    html_page,
-    plain,
-    rich_lines,
-    seconds_text,
-    shown_width,
-    si_text,
-    wrapped,
-)
+from spmd._text import Line, Row, Table, bytes_text, html_page, seconds_text, si_text, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
-from spmd.inspect._collectives import CollectiveReport, axes_text, collectives_of_text, counts_by_kind
+from spmd.inspect._collectives import CollectiveReport, axes_text, by_part, collectives_of_text, counts_by_kind, grouped
 from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Written
+from spmd.inspect._reports import Report, fields_of
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
 from spmd.mesh import crossing, sizes_for
@@ -42,17 +32,16 @@ _CHOSEN = 'to="invarying" was chosen: this copy leaves the kernel whole, and no 
 _LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken, the dearest in the time)"
 
 
-class Explanation:
+@dataclass(repr=False, eq=False)
+class Explanation(Report):
     """What one program sends and costs. `explain` makes it, and printing it shows `table()`.
 
     Attributes:
       name: The function's name.
       mesh: Axis sizes.
-      collectives: The written collectives in program order, then those that nobody wrote.
       written: The program as its jaxpr says it; None for a program that came lowered or compiled.
       compiled: The compiled collectives; None where nothing was compiled.
       memory: Bytes on one device.
-      time: Estimated seconds; None without `hardware`, or without the written view.
       hardware: The machine that times are for, or None.
       platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
       missing: What could not be found out, and why.
@@ -72,40 +61,31 @@ class Explanation:
       ({'psum': 1}, 12, ())
     """
 
-    def __init__(
-        self,
-        name: str,
-        mesh: Mapping[str, int],
-        written: Written | None,
-        compiled: CollectiveReport | None,
-        *,
-        memory: Memory | None = None,
-        machine: Hardware | None = None,
-        platform: str = "",
-        missing: Iterable[str] = (),
-        crossing: Iterable[str] = (),
-        plan: Any = None,
-        left: Mapping[str, Sequence[str]] | None = None,
-        hints: Iterable[Hint] = (),
-    ) -> None:
-        self.name = name
-        self.mesh = dict(mesh)
-        self.written = written
-        self.compiled = compiled
-        self.hints = tuple(hints)
-        self.plan = plan
-        self.left = {axis: tuple(names) for axis, names in (left or {}).items()}
-        self.collectives: tuple[Communication, ...] = communications(written, compiled)
-        if plan is not None:
-            self.collectives = with_plan(self.collectives, plan, compiled is not None, self.left or None)
-        self.memory = memory
-        self.hardware = machine
-        self.time: Time | None = None
-        if machine is not None and written is not None:
-            self.time = estimate(written, self.collectives, machine, self.mesh)
-        self.platform = platform
-        self.missing = tuple(missing)
-        self.crossing = tuple(crossing)
+    name: str
+    mesh: Mapping[str, int]
+    written: Written | None
+    compiled: CollectiveReport | None
+    memory: Memory | None = None
+    hardware: Hardware | None = None
+    platform: str = ""
+    missing: Sequence[str] = ()
+    crossing: Sequence[str] = ()
+    plan: Any = None
+    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    hints: Sequence[Hint] = ()
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Communication, ...]:
+        """The written collectives in program order, then those that nobody wrote."""
+        found = communications(self.written, self.compiled)
+        return found if self.plan is None else with_plan(found, self.plan, self.compiled is not None, self.left or None)
+
+    @functools.cached_property
+    def time(self) -> Time | None:
+        """Estimated seconds; None without `hardware`, or without the written view."""
+        if self.hardware is None or self.written is None:
+            return None
+        return estimate(self.written, self.collectives, self.hardware, self.mesh)
 
     @property
     def unwritten(self) -> tuple[Communication, ...]:
@@ -137,41 +117,18 @@ class Explanation:
 
     def by_axis(self) -> dict[str, tuple[Communication, ...]]:
         """Return the collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
-        return self._grouped(lambda one: axes_text(one.axes))
+        return grouped(self.collectives, lambda one: axes_text(one.axes))
 
     def by_phase(self) -> dict[str, tuple[Communication, ...]]:
         """Return the written collectives by phase: `"forward"`, `"backward"`."""
-        return self._grouped(lambda one: one.phase, lambda one: one.written)
-
-    def _grouped(
-        self, key: Callable[[Communication], str], keep: Callable[[Communication], bool] = lambda one: True
-    ) -> dict[str, tuple[Communication, ...]]:
-        found: dict[str, list[Communication]] = {}
-        for one in filter(keep, self.collectives):
-            found.setdefault(key(one), []).append(one)
-        return {name: tuple(ones) for name, ones in found.items()}
+        return grouped((one for one in self.collectives if one.written), lambda one: one.phase)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "name": self.name,
-            "mesh": self.mesh,
-            "platform": self.platform,
-            "counts": self.counts,
-            "total_bytes": self.total_bytes,
-            "exact": self.exact,
-            "collectives": [one.to_dict() for one in self.collectives],
-            "written": None if self.written is None else self.written.to_dict(),
-            "compiled": None if self.compiled is None else self.compiled.to_dict(),
-            "memory": None if self.memory is None else self.memory.to_dict(),
-            "time": None if self.time is None else self.time.to_dict(),
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "missing": list(self.missing),
-            "crossing": list(self.crossing),
-            "hints": [dataclasses.asdict(one) for one in self.hints],
-            "left": {axis: list(names) for axis, names in self.left.items()},
-            "bytes_between_processes": sum(one.total_bytes for one in self.between_processes),
-        }
+        names = "name mesh platform counts total_bytes exact collectives written compiled memory time plan missing"
+        sent = sum(one.total_bytes for one in self.between_processes)
+        found = fields_of(self, *names.split(), "crossing", "hints", "left")
+        return {**found, "bytes_between_processes": sent}
 
     def table(self, width: int | None = None) -> str:
         """Return the explanation as text.
@@ -179,10 +136,7 @@ class Explanation:
         Args:
           width: The number of columns. By default it is that of the terminal.
         """
-        return plain(_lines(self, shown_width(width)))
-
-    def __str__(self) -> str:
-        return self.table()
+        return self._text(width)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
@@ -192,17 +146,13 @@ class Explanation:
         shown = [table for table in (_sent(self), _costs(self)) if table.rows]
         return html_page(_heading(self), shown, empty="" if self.collectives else "no collectives")
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from rich_lines(_lines(self, options.max_width))
-
-
-def _lines(it: Explanation, width: int) -> list[Line]:
-    """Return what is printed: a heading, what is sent, and what it costs."""
-    width = max(width, 40)
-    heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
-    empty: list[Line] = [] if it.collectives else [[("no collectives", "")]]
-    planned = [] if it.plan is None or it.left else it.plan.cost_lines(width)
-    return [*heading, [("", "")], *planned, *empty, *_sent(it).lines(width), *_costs(it).lines(width)]
+    def _lines(self, width: int) -> list[Line]:
+        """A heading, what is sent, and what it costs."""
+        width = max(width, 40)
+        heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(self), width)]
+        empty: list[Line] = [] if self.collectives else [[("no collectives", "")]]
+        planned = [] if self.plan is None or self.left else self.plan.cost_lines(width)
+        return [*heading, [("", "")], *planned, *empty, *_sent(self).lines(width), *_costs(self).lines(width)]
 
 
 def _heading(it: Explanation) -> str:
@@ -222,21 +172,14 @@ def _heading(it: Explanation) -> str:
 def _sent(it: Explanation) -> Table:
     """The collectives by phase and by axis, and what is moved around kernels."""
     written = [one for one in it.collectives if one.written]
-    parts = {
-        "forward": [one for one in written if one.phase == "forward"],
-        "forward again, for jax.checkpoint": [one for one in written if one.phase != "forward" and one.recomputed],
-        "backward": [one for one in written if one.phase != "forward" and not one.recomputed],
-    }
     rows: list[Row] = []
-    for title, ones in parts.items():
-        if ones:
-            rows += [Row((title,), "title"), *_rows(it, ones), _total(it, ones)]
-    if it.unwritten and it.written is None:
-        rows += [Row(("compiled",), "title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
-    elif it.unwritten and it.compiled is None:
-        rows += [Row(("the compiler's plan",), "loud title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
-    elif it.unwritten:
-        rows += [Row(("NOBODY WROTE",), "loud title"), *_rows(it, it.unwritten, "loud"), _total(it, it.unwritten)]
+    for title, ones in by_part(written).items():
+        rows += [Row((title,), "title"), *_rows(it, ones), _total(it, ones)]
+    if it.unwritten:
+        nobody = it.written is not None and it.compiled is not None
+        title = "NOBODY WROTE" if nobody else "compiled" if it.written is None else "the compiler's plan"
+        rows.append(Row((title,), "title" if it.written is None else "loud title"))
+        rows += [*_rows(it, it.unwritten, "loud" if nobody else ""), _total(it, it.unwritten)]
     elif it.compiled is not None and written:
         rows += _section("nobody wrote", ["nothing: every compiled collective belongs to a written one"])
     if len(by_axis := it.by_axis()) > 1 or it.unwritten or it.between_processes:
@@ -265,11 +208,12 @@ def _section(title: str, lines: Iterable[str]) -> list[Row]:
 
 def _rows(it: Explanation, ones: Iterable[Communication], style: str = "") -> list[Row]:
     """A verb on a pytree, or the same line in each layer, is one row."""
-    alike: dict[Any, list[Communication]] = {}
-    for one in ones:
-        key = (one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch)
-        alike.setdefault((*key, one.note), []).append(one)
-    return [_row(it, ones, style) for ones in alike.values()]
+
+    def same(one: Communication) -> Any:
+        key = one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch
+        return *key, one.note
+
+    return [_row(it, alike, style) for alike in grouped(ones, same).values()]
 
 
 def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
@@ -501,7 +445,7 @@ def explain(
         written,
         report,
         memory=memory_of(written, stats),
-        machine=machine,
+        hardware=machine,
         platform=_platform(found) if stats is not None else "",
         missing=missing,
         crossing=crossing(found),

@@ -15,6 +15,7 @@ from spmd import _compat
 from spmd._jaxprs.lines import gradient_line, is_transposed, line_of, short_line
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, opened, shape_of, walk
 from spmd._text import bytes_text, sent_bytes
+from spmd.inspect._collectives import grouped
 from spmd.language import axes_product
 
 _SUMS = frozenset(("psum", "psum_invariant"))
@@ -155,11 +156,9 @@ def hints_of(jaxpr: Any) -> tuple[Hint, ...]:
     """The hints on a whole program, the dearest first. Equal ones are put together."""
     live, sums = _compat.live_jaxpr(opened(jaxpr)[0]), _Sums()
     sums.use(walk(live, [None] * len(live.invars), sums))
-    found: dict[tuple[Any, ...], list[Hint]] = {}
-    for one in itertools.starmap(_hint, sums.found):
-        if one.least < one.bytes:
-            found.setdefault((one.where, one.kind, one.axes, one.advice), []).append(one)
-    return tuple(sorted(map(_together, found.values()), key=lambda one: one.least - one.bytes))
+    cheaper = (one for one in itertools.starmap(_hint, sums.found) if one.least < one.bytes)
+    alike = grouped(cheaper, lambda one: (one.where, one.kind, one.axes, one.advice)).values()
+    return tuple(sorted(map(_together, alike), key=lambda one: one.least - one.bytes))
 
 
 def _hint(where: str, axes: tuple[str, ...], devices: int, times: int, backward: bool, link: _Link) -> Hint:

@@ -13,10 +13,11 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import short_line
 from spmd._text import bytes_text, sent_bytes
-from spmd.inspect._collectives import Collective
+from spmd.inspect._collectives import Collective, grouped
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
+from spmd.inspect._reports import fields_of
 
 if TYPE_CHECKING:
     from spmd.propagation import Move, Propagation
@@ -54,8 +55,8 @@ class Communication(WrittenCollective):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_PLAIN}
-        return {**plain, "axes": list(self.axes), "shape": list(self.shape), "total_bytes": self.sent}
+        names = (one.name for one in fields(self) if one.name not in _NOT_PLAIN)
+        return fields_of(self, *names, "total_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +145,12 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     if compiled is None:
         return tuple(_joined(row, None) for row in rows)
     wanted = [_Wanted(row, row.count) for row in rows]
-    alike: dict[Any, list[_Wanted]] = {}  # those that only their place in the program tells apart, as of equal layers
-    for one in wanted:
-        row = one.row
-        key = (row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive)
-        alike.setdefault(key, []).append(one)
+    alike = grouped(wanted, _same).values()  # those that only their place tells apart, as of equal layers
     rest: list[_Piece] = []
     pieces = [piece for one in compiled for piece in _pieces(one)]
     # First those that know their line. Those that run most often fit in the fewest places.
     for whole in sorted(pieces, key=lambda piece: (not piece.where, -piece.of.count)):
-        said = [one for group in alike.values() if _says(whole, group[0].row) for one in group]
+        said = [one for group in alike if _says(whole, group[0].row) for one in group]
         for piece in _laid_out(whole, said):
             candidates = said if piece is whole else [one for one in said if _says(piece, one.row)]
             if not piece.named:  # the name of what XLA combined is that of one of them
@@ -165,10 +162,8 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
         placed = _ends(piece.of.op_name) in _PLACED and id(piece.of) not in written_in
         _claim(piece, [one for one in wanted if not placed and one.missing > 0 and _alike(piece, one.row)], rest)
     joined = [_joined(one.row, one.pieces or _gone(one.row, wanted)) for one in wanted]
-    strangers: dict[int, list[_Piece]] = {}
-    for piece in rest:
-        strangers.setdefault(id(piece.of), []).append(piece)
-    return (*joined, *(_unwritten(parts, written) for parts in strangers.values()))
+    strangers = grouped(rest, lambda piece: id(piece.of)).values()
+    return (*joined, *(_unwritten(parts, written) for parts in strangers))
 
 
 @dataclass(eq=False)
@@ -182,6 +177,11 @@ class _Wanted:
     @property
     def elements(self) -> int:
         return math.prod(self.row.shape)
+
+
+def _same(one: _Wanted) -> Any:
+    row = one.row
+    return row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive
 
 
 def _claim(piece: _Piece, candidates: Sequence[_Wanted], rest: list[_Piece]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy as np
 from spmd.accelerators import Hardware
 from spmd.checker._tables import Table
 from spmd.inspect._collectives import counts_by_kind
+from spmd.inspect._reports import fields_of
 
 # --- what a program spends where devices take branches of their own: which of them run together, and who waits --------
 
@@ -379,6 +380,4 @@ class Written:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        plain = asdict(self)
-        del plain["work"]
-        return plain
+        return fields_of(self)
