@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,12 +11,14 @@ import jax
 import numpy as np
 
 from spmd import _compat
-from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, WindowName, one_line
-from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.facts import CallName, FusedName, LayoutName, PerShardName, WindowName, kernel_around, one_line
+from spmd._jaxprs.lines import line_of, short_line
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Role, Variable, axes_of, opened, shape_of, walk
 from spmd._text import sent_bytes
 from spmd.checker import _tables as tables
-from spmd.errors import MeshError, SpmdError
+from spmd.checker._claims import arguments_of
+from spmd.errors import MeshError
+from spmd.inspect import _values
 from spmd.inspect._collectives import axes_of_pairs
 from spmd.inspect._program import (
     ANYWHERE,
@@ -45,24 +45,7 @@ from spmd.inspect._records import (
     WrittenCollective,
     turns_of,
 )
-from spmd.inspect._values import (
-    WINDOWS,
-    Buffer,
-    Inside,
-    Value,
-    chained,
-    dtype_name,
-    ending_bytes,
-    flops_of,
-    is_matmul,
-    memory_of,
-    size_bytes,
-    sliced,
-    stacked,
-    through,
-    typed_place,
-    writes_results,
-)
+from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
 from spmd.language import Layout, axes_product, mesh_text
 
 _KINDS = {primitive: kind for kind, primitives in PRIMITIVES.items() for primitive in primitives}
@@ -171,10 +154,10 @@ class Walk(Domain):
 
     def sliced(self, value: Value, operand: Any) -> Value:
         table = None if value.table is None else tables.by_rounds(value.table, [*self._rounds][-1])
-        return replace(sliced(value), table=table)
+        return replace(_values.sliced(value), table=table)
 
     def stacked(self, value: Value, result: Any) -> Value:
-        return stacked(value)
+        return _values.stacked(value)
 
     # --- jaxprs inside equations --------------------------------------------------------------------------
 
@@ -257,12 +240,12 @@ class Walk(Domain):
             got = [mesh_text(sizes) for sizes in (self.sizes, mesh.shape)]
             raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
         if not self.site.manual:
-            specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
+            specs, leaves = eqn.params["in_specs"], arguments_of(eqn, kernel_around(self.callers))
             name = next((c.params["name"] for c in reversed(self.callers) if "name" in c.params), "shard_map")
-            layouts = _layouts_of(name, specs, ranks)
-            for value, var, spec, layout in zip(operands, eqn.invars, specs, layouts, strict=True):
+            for i, (value, var, spec) in enumerate(zip(operands, eqn.invars, specs, strict=True)):
                 target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
                 self._want(value, target)
+                layout = leaves[i].layout if i in leaves else None
                 self._move(name, value, target, var, eqn, layout, self._kept_by_vmap(value.place, specs))
         outs = super().mapped(eqn, part, operands)
         left = []
@@ -352,7 +335,7 @@ class Walk(Domain):
         """Note what is meant per shard in a jaxpr. Around a kernel it is the kernel's body that is meant."""
         names = {id(name): name for eqn in body.eqns for _, name in self._names(eqn) if isinstance(name, PerShardName)}
         for name in names.values():
-            where = _short(line_of(name))
+            where = short_line(line_of(name))
             before = self._per_shard.get((name.why, where))
             whole = not self.site.manual and (before is None or before.whole)
             self._per_shard[name.why, where] = PerShard(name.why, where, whole)
@@ -413,9 +396,9 @@ class Walk(Domain):
 
     def step(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         inside = Inside.of(operands) or self._fused_around(eqn)
-        dtype, flops = flops_of(eqn)
+        dtype, flops = _values.flops_of(eqn)
         if flops:
-            matmul = is_matmul(eqn)
+            matmul = _values.is_matmul(eqn)
             dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
             self._work.count(dtype, flops * self._share * self.site.times, matmul=matmul)
             for window in self._windows_around(self._names(eqn), moves=False) if matmul else ():
@@ -427,14 +410,14 @@ class Walk(Domain):
 
     def _results(self, eqn: Equation, operands: Sequence[Value], inside: str) -> list[Value]:
         """Return what the results are computed from. What is read and written for them is counted."""
-        outs = through(eqn, operands)
-        traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
+        outs = _values.through(eqn, operands)
+        traffic = _values.memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
             self._work.moved(traffic * self.site.times, inside)
-            return self._stand(eqn.outvars, outs, open=writes_results(eqn))
-        if eqn.primitive.name in WINDOWS:  # what follows reads no more than these parts
+            return self._stand(eqn.outvars, outs, open=_values.writes_results(eqn))
+        if eqn.primitive.name in _values.WINDOWS:  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
-        buffers, chain = chained(eqn, operands)
+        buffers, chain = _values.chained(eqn, operands)
         return [replace(value, buffers=buffers, chain=chain) for value in outs]
 
     def _tables(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Any]:
@@ -472,7 +455,7 @@ class Walk(Domain):
         phase, found = "recomputed" if again else "backward" if _compat.is_backward(names) else "forward", []
         for _, name in names:
             if isinstance(name, WindowName) and (name.moves is name) == moves:
-                made = Window(_short(line_of(name)), phase)
+                made = Window(short_line(line_of(name)), phase)
                 found.append(self._windows.setdefault((id(name.moves), phase), made))
         return found
 
@@ -512,10 +495,10 @@ class Walk(Domain):
         """The values where they must be in memory."""
         sizes = self._sizes(atoms, values)
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
-        outside = ending_bytes(one for one in found.values() if not one[0].inside)
+        outside = _values.ending_bytes(one for one in found.values() if not one[0].inside)
         self._work.moved(outside * self.site.times)
         if inside := Inside.of(values):
-            self._work.moved((ending_bytes(found.values()) - outside) * self.site.times, inside.kernel)
+            self._work.moved((_values.ending_bytes(found.values()) - outside) * self.site.times, inside.kernel)
         return [
             value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
@@ -527,7 +510,7 @@ class Walk(Domain):
         return (*self.site.names, *_compat.name_stack(eqn))
 
     def _line(self, eqn: Equation) -> str:
-        return _short(line_of(eqn, self.callers))
+        return short_line(line_of(eqn, self.callers))
 
     def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:
         """Return what `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
@@ -567,25 +550,9 @@ def _integers_of(value: Any) -> Any:
     return np.asarray(value) if table is None and isinstance(value, np.ndarray | jax.Array) else table
 
 
-def _short(line: str) -> str:
-    """`file.py:12` of a line as `line_of` gives it."""
-    return os.path.basename(line.partition(" (")[0])
-
-
 def _call_around(names: Sequence[tuple[str, str]]) -> CallName:
     """The innermost scope that is a call of ours; an empty name where there is none."""
     return next((text for _, text in reversed(names) if isinstance(text, CallName)), CallName(""))
-
-
-def _layouts_of(name: str, specs: Sequence[Any], ranks: Sequence[int]) -> Sequence[Layout | None]:
-    """The layouts of a kernel's arguments, by the kernel's name; None where a transformation changed what enters."""
-    leaves = name.arguments if isinstance(name, KernelName) else ()
-    if len(leaves) == len(specs):
-        with contextlib.suppress(SpmdError):  # arrays of another rank, under vmap
-            layouts = [leaf.layout for leaf in leaves]
-            if all(a.with_rank(n).spec == spec for a, n, spec in zip(layouts, ranks, specs, strict=True)):
-                return layouts
-    return [None] * len(specs)
 
 
 _RAW = {"psum_scatter": "lax.all_gather", "all_gather": "lax.psum_scatter"}
