@@ -46,10 +46,11 @@ from spmd.inspect._records import (
     turns_of,
 )
 from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
-from spmd.language import Layout, axes_product, mesh_text
+from spmd.language import Layout, axes_product, axes_tuple, mesh_text
 
 _KINDS = {primitive: kind for kind, primitives in PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
+_FOUND = ("collectives", "boundary", "islands", "per_shard", "constraints", "windows")  # as `Written` has it
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
 
 
@@ -65,14 +66,6 @@ class _Site:
     branch: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Branches:
-    """The branches of one `cond`: which run, and what those that the walk has left spend."""
-
-    turns: Turns | None
-    spent: list[Work] = field(default_factory=list)
-
-
 class Walk(Domain):
     """What a program does, added up over its equations.
 
@@ -85,16 +78,11 @@ class Walk(Domain):
         self.sizes = dict(sizes)
         self.site = _Site()
         self.wanted: dict[str, Placement] = {}  # where the first kernel that an argument enters wants it
-        self._collectives: list[WrittenCollective] = []
-        self._boundary: dict[Any, Boundary] = {}
-        self._islands: dict[tuple[str, str], Island] = {}
-        self._per_shard: dict[tuple[str, str], PerShard] = {}
-        self._constraints: list[Constraint] = []
+        self._found: dict[str, dict[Any, Any]] = {name: {} for name in _FOUND}
         self._work = Work()
-        self._switches: list[_Branches] = []  # that the walk is in
+        self._switches: list[tuple[Turns | None, list[Work]]] = []  # that the walk is in, and what their branches spend
         self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
         self._constants: Mapping[Any, Any] = {}
-        self._windows: dict[tuple[int, str], Window] = {}
         self._exact = True
         self.has_kernels = False  # as `spmd.fused` says
 
@@ -112,22 +100,11 @@ class Walk(Domain):
 
     def written(self, **memory: int) -> Written:
         """All that was found, and what is known of memory."""
-        return Written(
-            collectives=tuple(self._collectives),
-            mesh=self.sizes,
-            flops=self._work.total(lambda work: work.flops),
-            matmul_flops=self._work.total(lambda work: work.matmul_flops),
-            hbm_bytes=round(self._work.total(lambda work: {"": work.hbm_bytes})[""]),
-            left_out=self._work.total(lambda work: work.left_out),
-            work=self._work,
-            windows=tuple(self._windows.values()),
-            exact=self._exact,
-            boundary=tuple(self._boundary.values()),
-            islands=tuple(self._islands.values()),
-            per_shard=tuple(self._per_shard.values()),
-            constraints=tuple(self._constraints),
-            **memory,
-        )
+        found = {name: tuple(ones.values()) for name, ones in self._found.items()}
+        flops, matmul_flops, traffic = (self._work.total(what) for what in ("flops", "matmul_flops", "traffic"))
+        hbm_bytes = round(traffic.pop("", 0.0))
+        spent = {"flops": flops, "matmul_flops": matmul_flops, "hbm_bytes": hbm_bytes, "left_out": traffic}
+        return Written(mesh=self.sizes, work=self._work, exact=self._exact, **found, **spent, **memory)
 
     # --- values -------------------------------------------------------------------------------------------
 
@@ -183,7 +160,7 @@ class Walk(Domain):
         outs = super().run(eqn, part, operands)
         outs = self._end(body.outvars, outs) if through_memory else outs
         if part.role == Role.BRANCH:
-            self._switches[-1].spent.append(self._work)
+            self._switches[-1][1].append(self._work)
         self.site, self._work = before, work
         return outs
 
@@ -195,7 +172,7 @@ class Walk(Domain):
         if part.role == Role.BRANCH:
             shown = f"branch {part.number + 1} of {len(eqn.params['branches'])}"
             site = replace(site, branch=f"{site.branch}, {shown}" if site.branch else shown)
-            turns = self._switches[-1].turns
+            turns, _ = self._switches[-1]
             if turns is None:
                 return replace(site, exact=False)
             return replace(site, share=site.share * turns.most[part.number])
@@ -226,10 +203,10 @@ class Walk(Domain):
     def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
         """Devices may take branches of their own, where the index is a known integer on each."""
         ended = self._end(eqn.invars, operands)
-        self._switches.append(_Branches(turns_of(ended[0].table, self.sizes, len(parts))))
+        self._switches.append((turns_of(ended[0].table, self.sizes, len(parts)), []))
         outs = super().branches(eqn, parts, ended)
-        found = self._switches.pop()
-        self._work.switches.append(Switch(tuple(found.spent), found.turns))
+        turns, spent = self._switches.pop()
+        self._work.switches.append(Switch(spent, turns))
         return self._stand(eqn.outvars, outs)
 
     def mapped(self, eqn: Equation, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
@@ -302,8 +279,8 @@ class Walk(Domain):
             note=note,
         )
         # A backward pass takes the same argument as the forward one, and the compiler moves it once.
-        key = (moved.text, target, where) if value.label else len(self._boundary)
-        self._boundary.setdefault(key, moved)
+        found = self._found["boundary"]
+        found.setdefault((moved.text, target, where) if value.label else len(found), moved)
 
     def _constrained(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """A constraint of auto mode: ours has a name that knows its layout."""
@@ -314,7 +291,8 @@ class Walk(Domain):
         text, layout = _call_around(self._names(eqn)) or "sharding_constraint", text_of(target) or "unconstrained"
         if names:
             text, layout = names[0], names[0].layout.short
-        self._constraints.append(Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn)))
+        asked = Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn))
+        self._found["constraints"][len(self._found["constraints"])] = asked
         return [Value(target, buffers=value.buffers, chain=value.chain, inside=value.inside)]
 
     def _resharded(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
@@ -329,16 +307,16 @@ class Walk(Domain):
 
     def _island(self, text: str, eqn: Equation, *, opaque: bool) -> None:
         text, where = one_line(text), self._line(eqn)
-        self._islands.setdefault((text, where), Island(text, where, opaque))
+        self._found["islands"].setdefault((text, where), Island(text, where, opaque))
 
     def _release(self, body: Any) -> None:
         """Note what is meant per shard in a jaxpr. Around a kernel it is the kernel's body that is meant."""
         names = {id(name): name for eqn in body.eqns for _, name in self._names(eqn) if isinstance(name, PerShardName)}
         for name in names.values():
             where = short_line(line_of(name))
-            before = self._per_shard.get((name.why, where))
+            before = self._found["per_shard"].get((name.why, where))
             whole = not self.site.manual and (before is None or before.whole)
-            self._per_shard[name.why, where] = PerShard(name.why, where, whole)
+            self._found["per_shard"][name.why, where] = PerShard(name.why, where, whole)
 
     # --- collectives and work -----------------------------------------------------------------------------
 
@@ -363,28 +341,27 @@ class Walk(Domain):
         transposed = _compat.is_backward(names)
         call = _call_around(names)
         added = transposed and not recomputed
+        found = self._found["collectives"]
         for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
             for window in self._windows_around(names, moves=True):
-                window.collectives.append(len(self._collectives))
-            self._work.collectives[len(self._collectives)] = site.times
-            self._collectives.append(
-                WrittenCollective(
-                    kind=kind,
-                    axes=axes,
-                    group_size=devices,
-                    bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
-                    count=round(site.times * site.share),
-                    exact=site.exact,
-                    text=call or _raw_text(primitive, kind, axes, added),
-                    where=self._line(eqn),
-                    phase="backward" if transposed else "forward",
-                    recomputed=recomputed,
-                    implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
-                    branch=site.branch,
-                    dtype=dtype_name(operand.aval),
-                    shape=shape_of(operand),
-                    primitive=primitive,
-                )
+                window.collectives.append(len(found))
+            self._work.collectives[len(found)] = site.times
+            found[len(found)] = WrittenCollective(
+                kind=kind,
+                axes=axes,
+                group_size=devices,
+                bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
+                count=round(site.times * site.share),
+                exact=site.exact,
+                text=call or _raw_text(primitive, kind, axes, added),
+                where=self._line(eqn),
+                phase="backward" if transposed else "forward",
+                recomputed=recomputed,
+                implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
+                branch=site.branch,
+                dtype=dtype_name(operand.aval),
+                shape=shape_of(operand),
+                primitive=primitive,
             )
 
     @property
@@ -400,9 +377,10 @@ class Walk(Domain):
         if flops:
             matmul = _values.is_matmul(eqn)
             dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
-            self._work.count(dtype, flops * self._share * self.site.times, matmul=matmul)
-            for window in self._windows_around(self._names(eqn), moves=False) if matmul else ():
-                window.flops[dtype] = window.flops.get(dtype, 0.0) + flops * self._share * self.site.times
+            windows = self._windows_around(self._names(eqn), moves=False)
+            counts = [self._work.matmul_flops, *(window.flops for window in windows)] if matmul else []
+            for count in (self._work.flops, *counts):
+                count[dtype] += flops * self._share * self.site.times
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
         outs = [replace(value, inside=inside) for value in outs] if inside else outs
         found = self._tables(eqn, operands)
@@ -413,7 +391,7 @@ class Walk(Domain):
         outs = _values.through(eqn, operands)
         traffic = _values.memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
-            self._work.moved(traffic * self.site.times, inside)
+            self._work.traffic[inside] += traffic * self.site.times
             return self._stand(eqn.outvars, outs, open=_values.writes_results(eqn))
         if eqn.primitive.name in _values.WINDOWS:  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
@@ -437,8 +415,8 @@ class Walk(Domain):
         if around := self._fused_around(eqn):  # a kernel inside of a kernel is a part of it
             return [replace(value, inside=around)]
         nbytes = size * self.site.times * (2 if role.endswith("back") else 1)
-        self._work.moved(nbytes)
-        self._work.moved(-nbytes, what)
+        self._work.traffic[""] += nbytes
+        self._work.traffic[what] -= nbytes
         if role.startswith("enter"):
             dtype = eqn.invars[0].aval.dtype
             known = dtype if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else None
@@ -456,14 +434,14 @@ class Walk(Domain):
         for _, name in names:
             if isinstance(name, WindowName) and (name.moves is name) == moves:
                 made = Window(short_line(line_of(name)), phase)
-                found.append(self._windows.setdefault((id(name.moves), phase), made))
+                found.append(self._found["windows"].setdefault((id(name.moves), phase), made))
         return found
 
     def _moves(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
         outs = [Value()] * len(eqn.outvars)
         both = (*self._sizes(eqn.invars, operands), *self._sizes(eqn.outvars, outs))
-        self._work.moved(sum(both) * self.site.times)
+        self._work.traffic[""] += sum(both) * self.site.times
         return self._stand(eqn.outvars, outs)
 
     def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
@@ -496,9 +474,9 @@ class Walk(Domain):
         sizes = self._sizes(atoms, values)
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
         outside = _values.ending_bytes(one for one in found.values() if not one[0].inside)
-        self._work.moved(outside * self.site.times)
+        self._work.traffic[""] += outside * self.site.times
         if inside := Inside.of(values):
-            self._work.moved((_values.ending_bytes(found.values()) - outside) * self.site.times, inside.kernel)
+            self._work.traffic[inside.kernel] += (_values.ending_bytes(found.values()) - outside) * self.site.times
         return [
             value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
@@ -517,7 +495,7 @@ class Walk(Domain):
         argument of the kernel is divided over."""
         if ("Transform", "vmap") not in self.site.names or not isinstance(place, tuple):
             return ""
-        kernels = {a for spec in specs for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
+        kernels = {a for spec in specs for entry in spec for a in axes_tuple(entry)}
         lost = [axis for axes in place for axis in axes if axis not in kernels]
         name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
         return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""
