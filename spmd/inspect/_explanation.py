@@ -71,7 +71,7 @@ class Explanation(Report):
     missing: Sequence[str] = ()
     crossing: Sequence[str] = ()
     plan: Any = None
-    left: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    left: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hints: Sequence[Hint] = ()
 
     @functools.cached_property

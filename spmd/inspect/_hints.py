@@ -142,8 +142,8 @@ class _Sums(Domain):
         outs = super().loop(eqn, body, test, given)
         found: list[Any] = [None] * len(outs)
         for i, (out, carry) in enumerate(zip(outs, carries, strict=False)):
-            alone = out is not None and out.uses == 0 and [*outs].count(out) == 1
-            if alone and out.carry is carry and carry.uses == 1:
+            once = carry.uses == 1 and [*outs].count(out) == 1
+            if out is not None and once and out.carry is carry and out.uses == 0:
                 out.uses, out.next = 1, _Link(out.size, out.axes, rounds=eqn.params["length"])
                 found[i] = out.next
         return found

@@ -98,12 +98,17 @@ class Walk(Domain):
         [size] = self._sizes([var], [self.known.get(var, Value())])
         return size
 
-    def written(self, **memory: int) -> Written:
+    def written(self, **memory: Any) -> Written:
         """All that was found, and what is known of memory."""
-        found = {name: tuple(ones.values()) for name, ones in self._found.items()}
+        found: dict[str, Any] = {name: tuple(ones.values()) for name, ones in self._found.items()}
         flops, matmul_flops, traffic = (self._work.total(what) for what in ("flops", "matmul_flops", "traffic"))
         hbm_bytes = round(traffic.pop("", 0.0))
-        spent = {"flops": flops, "matmul_flops": matmul_flops, "hbm_bytes": hbm_bytes, "left_out": traffic}
+        spent: dict[str, Any] = {
+            "flops": flops,
+            "matmul_flops": matmul_flops,
+            "hbm_bytes": hbm_bytes,
+            "left_out": traffic,
+        }
         return Written(mesh=self.sizes, work=self._work, exact=self._exact, **found, **spent, **memory)
 
     # --- values -------------------------------------------------------------------------------------------

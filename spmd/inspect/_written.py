@@ -65,12 +65,12 @@ def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]])
 
 def _inputs(program: Program, count: int) -> list[tuple[str, Any]]:
     """Return what each input of the jaxpr is called, `params['w']`, with the argument; static ones are not inputs."""
-    named = getattr(opened(program.jaxpr)[0].debug_info, "arg_names", None) or ()
+    named: Sequence[str] = getattr(opened(program.jaxpr)[0].debug_info, "arg_names", None) or ()
     inputs = ([*filter(kind, program.arguments)] for kind in (is_input, is_array))
-    leaves = next((found for found in inputs if len(found) == len(named)), [None] * len(named))
+    leaves: Sequence[Any] = next((found for found in inputs if len(found) == len(named)), [None] * len(named))
     labelled = list(zip(named, leaves, strict=True))
     arrays = [(label, leaf) for label, leaf in labelled if is_array(leaf)]
-    unnamed = [(f"argument {i}", None) for i in range(count)]
+    unnamed: list[tuple[str, Any]] = [(f"argument {i}", None) for i in range(count)]
     return next(found for found in (labelled, arrays, unnamed) if len(found) == count)
 
 
