@@ -21,8 +21,7 @@ from spmd.inspect._collectives import CollectiveReport, axes_text, by_part, coll
 from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
-from spmd.inspect._records import Written
-from spmd.inspect._reports import Report, fields_of
+from spmd.inspect._records import Boundary, Written
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
 from spmd.mesh import crossing, sizes_for
@@ -174,36 +173,34 @@ def _sent(it: Explanation) -> Table:
     written = [one for one in it.collectives if one.written]
     rows: list[Row] = []
     for title, ones in by_part(written).items():
-        rows += [Row((title,), "title"), *_rows(it, ones), _total(it, ones)]
+        rows += _section(title, [*_rows(it, ones), _total(it, ones)])
     if it.unwritten:
         nobody = it.written is not None and it.compiled is not None
         title = "NOBODY WROTE" if nobody else "compiled" if it.written is None else "the compiler's plan"
-        rows.append(Row((title,), "title" if it.written is None else "loud title"))
-        rows += [*_rows(it, it.unwritten, "loud" if nobody else ""), _total(it, it.unwritten)]
+        ones = [*_rows(it, it.unwritten, "loud" if nobody else ""), _total(it, it.unwritten)]
+        rows += _section(title, ones, "title" if it.written is None else "loud title")
     elif it.compiled is not None and written:
-        rows += _section("nobody wrote", ["nothing: every compiled collective belongs to a written one"])
+        rows += _section("nobody wrote", _said(["nothing: every compiled collective belongs to a written one"]))
     if len(by_axis := it.by_axis()) > 1 or it.unwritten or it.between_processes:
         most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
-        rows += [Row(("by axis",), "title"), *(_sum(it, ones, axes) for axes, ones in most)]
-        rows.append(_total(it, it.collectives))
-        rows += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
-    rows += _hinted(it)
-    rows += _section("left to the compiler", left_text(it.left)) if it.left else []
+        sums = [*(_sum(it, ones, axes) for axes, ones in most), _total(it, it.collectives)]
+        sums += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
+        rows += _section("by axis", sums)
+    hinted = (Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints)
+    rows += _section("sums that may wait", hinted)
+    rows += _section("left to the compiler", _said(left_text(it.left)))
     rows += [] if it.written is None else _around(it.written, it.compiled is not None, it.plan is not None)
     return Table(rows, _HEAD, right=(2, 3, 4), below=(5, 6), indent=2)
 
 
-def _hinted(it: Explanation) -> list[Row]:
-    """The sums that may wait."""
-    title = [Row(("sums that may wait",), "title")] if it.hints else []
-    return [
-        *title,
-        *(Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints),
-    ]
+def _section(title: str, rows: Iterable[Row], style: str = "title") -> list[Row]:
+    """Rows under a title; nothing where there are none."""
+    found = [Row((title,), style), *rows]
+    return found[1:] and found
 
 
-def _section(title: str, lines: Iterable[str]) -> list[Row]:
-    return [Row((title,), "title"), *(Row((line,)) for line in dict.fromkeys(lines))]
+def _said(lines: Iterable[str]) -> list[Row]:
+    return [Row((line,)) for line in dict.fromkeys(lines)]
 
 
 def _rows(it: Explanation, ones: Iterable[Communication], style: str = "") -> list[Row]:
@@ -245,30 +242,26 @@ def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str
 def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
     """Return what is moved to enter kernels, the islands in them, what is meant per shard, and the layouts asked of the
     compiler."""
-    rows: list[Row] = []
     boundary = [one for one in written.boundary if not (planned and one.text.startswith("reshard:"))]  # the plan has it
     known = [one for one in boundary if one.source is not None]
-    moved = [
-        "  ".join(filter(None, (one.where, moved_text(one))))
-        + (f", {bytes_text(one.bytes * one.count)}" if one.bytes else "" if one.bytes is None else ", nothing is sent")
-        + (one.note and f"; {one.note}")
-        for one in known
-    ]
+    moved = list(map(_moved, known))
     if blank := len(boundary) - len(known):
         plural = "s that say" if blank > 1 else " that says"
         moved.append(f"{blank} argument{plural} no sharding: taken to lie as the kernel wants")
-    if known or (moved and not compiled):
-        rows += _section("moved to enter a kernel", moved)
-    if written.islands:
-        inside = {True: " (not looked into)", False: " (looked into)"}
-        rows += _section("islands", [f"{one.where}  {one.text}{inside[one.opaque]}" for one in written.islands])
-    if written.per_shard:
-        where = {True: " (here on whole arrays)", False: ""}
-        rows += _section("meant per shard", [f"{one.where}  {one.why}{where[one.whole]}" for one in written.per_shard])
-    if written.constraints and not compiled:
-        lines = [f"{one.where}  {one.text}" for one in written.constraints]
-        rows += _section("layouts asked of the compiler", lines)
-    return rows
+    islands = (f"{one.where}  {one.text} ({'not ' * one.opaque}looked into)" for one in written.islands)
+    meant = (f"{one.where}  {one.why}{' (here on whole arrays)' * one.whole}" for one in written.per_shard)
+    asked = (f"{one.where}  {one.text}" for one in written.constraints if not compiled)
+    return [
+        *_section("moved to enter a kernel", _said(moved if known or not compiled else ())),
+        *_section("islands", _said(islands)),
+        *_section("meant per shard", _said(meant)),
+        *_section("layouts asked of the compiler", _said(asked)),
+    ]
+
+
+def _moved(one: Boundary) -> str:
+    sent = ", nothing is sent" if one.bytes == 0 else f", {bytes_text(one.bytes * one.count)}" if one.bytes else ""
+    return "  ".join(filter(None, (one.where, moved_text(one)))) + sent + (one.note and f"; {one.note}")
 
 
 # -------------------- what it costs
@@ -276,33 +269,30 @@ def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
 
 def _costs(it: Explanation) -> Table:
     """Memory, time, and what is not known: names, numbers, and what these are made of."""
-    rows: list[Row] = []
-    if it.memory is not None:
-        rows += [Row(("memory per device",), "title"), *_memory_rows(it.memory, it.hardware)]
+    memory = [] if it.memory is None else _memory_rows(it.memory, it.hardware)
+    rows = _section("memory per device", memory)
     if it.time is not None and it.hardware is not None and it.written is not None:
-        rows += [Row((f"time on {it.time.hardware}",), "title"), *_time_rows(it.time, it.hardware, it.written)]
-    if it.written is not None and it.written.windows:
-        rows += [Row(("meanwhile",), "title"), *_window_rows(it.written, it.hardware)]
-    if notes := [*it.missing, *([] if it.exact else [_LOOSE])]:
-        rows += _section("not known", notes)
+        rows += _section(f"time on {it.time.hardware}", _time_rows(it.time, it.hardware, it.written))
+    rows += _section("meanwhile", [] if it.written is None else _window_rows(it.written, it.hardware))
+    rows += _section("not known", _said([*it.missing, *([] if it.exact else [_LOOSE])]))
     return Table(rows, right=(1,), below=(2,), indent=2)
 
 
 def _memory_rows(memory: Memory, machine: Hardware | None) -> list[Row]:
     estimated = memory.temporaries is None and memory.estimated is not None
     temporaries, total = (memory.estimated, memory.peak) if estimated else (memory.temporaries, memory.total)
-    parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", temporaries)]
     kernels = memory.opened not in (None, memory.estimated)
     without = f"{bytes_text(memory.opened or 0)} without kernels, " if kernels else ""
-    unfused = f"estimated; {without}{bytes_text(memory.unfused or 0)} if nothing is fused"
-    remarks = {"temporaries": unfused} if estimated else {}
-    rows = [Row((name, bytes_text(size), remarks.get(name, ""))) for name, size in parts if size is not None]
-    if memory.aliased:
-        rows.append(Row(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments")))
-    share = ""
-    if machine is not None:
-        share = f"{_share(total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
-    return [*rows, Row(("about" if estimated else "together", bytes_text(total), share))]
+    unfused = f"estimated; {without}{bytes_text(memory.unfused or 0)} if nothing is fused" if estimated else ""
+    share = "" if machine is None else f"{_share(total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
+    rows = [
+        ("arguments", memory.arguments, ""),
+        ("outputs", memory.outputs, ""),
+        ("temporaries", temporaries, unfused),
+        ("donated", memory.aliased or None, "of the outputs lie in arguments"),
+        ("about" if estimated else "together", total, share),
+    ]
+    return [Row((name, bytes_text(size), text)) for name, size, text in rows if size is not None]
 
 
 def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
