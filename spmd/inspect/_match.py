@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
+_WRITTEN = tuple(one.name for one in fields(WrittenCollective))
 _NOT_PLAIN = ("compiled", "sent", "primitive")  # of a communication
 
 
@@ -150,17 +151,17 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     pieces = [piece for one in compiled for piece in _pieces(one)]
     # First those that know their line. Those that run most often fit in the fewest places.
     for whole in sorted(pieces, key=lambda piece: (not piece.where, -piece.of.count)):
-        said = [one for group in alike if _says(whole, group[0].row) for one in group]
-        for piece in _laid_out(whole, said):
-            candidates = said if piece is whole else [one for one in said if _says(piece, one.row)]
+        said = [group for group in alike if _says(whole, group[0].row)]
+        for piece in _laid_out(whole, [one for group in said for one in group]):
+            candidates = said if piece is whole else [group for group in said if _says(piece, group[0].row)]
             if not piece.named:  # the name of what XLA combined is that of one of them
-                candidates = [one for one in candidates if one.row.shape == piece.shape and one.missing > 0]
+                candidates = [group for group in candidates if group[0].row.shape == piece.shape and _is_open(group)]
             _claim(piece, candidates, rest)
     pieces, rest = rest, []
     written_in = {id(piece.of) for one in wanted for piece in one.pieces}
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
         placed = _ends(piece.of.op_name) in _PLACED and id(piece.of) not in written_in
-        _claim(piece, [one for one in wanted if not placed and one.missing > 0 and _alike(piece, one.row)], rest)
+        _claim(piece, [one for one in alike if not placed and _is_open(one) and _alike(piece, one[0].row)], rest)
     joined = [_joined(one.row, one.pieces or _gone(one.row, wanted)) for one in wanted]
     strangers = grouped(rest, lambda piece: id(piece.of)).values()
     return (*joined, *(_unwritten(parts, written) for parts in strangers))
@@ -184,8 +185,15 @@ def _same(one: _Wanted) -> Any:
     return row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive
 
 
-def _claim(piece: _Piece, candidates: Sequence[_Wanted], rest: list[_Piece]) -> None:
-    """Give `piece` to the best of the candidates, one that has nothing yet if possible."""
+def _is_open(alike: Sequence[_Wanted]) -> bool:
+    return any(one.missing > 0 for one in alike)
+
+
+def _claim(piece: _Piece, groups: Sequence[Sequence[_Wanted]], rest: list[_Piece]) -> None:
+    """Give `piece` to the best of the candidates: of each group the first that wants all its runs, else the first that
+    wants any, else the first."""
+    count = piece.of.count
+    candidates = [next((one for n in (count, 1) for one in alike if one.missing >= n), alike[0]) for alike in groups]
     if not candidates:
         rest.append(piece)
         return
@@ -203,11 +211,11 @@ def _claim(piece: _Piece, candidates: Sequence[_Wanted], rest: list[_Piece]) -> 
                 one.missing > 0,
             )
         )
-        return alike, row.axes == piece.of.axes, one.missing >= piece.of.count
+        return alike, row.axes == piece.of.axes, one.missing >= count
 
     best = max(candidates, key=fits)
     best.pieces.append(piece)
-    best.missing -= piece.of.count
+    best.missing -= count
 
 
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
@@ -262,13 +270,13 @@ def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Com
         sent = row.bytes * runs  # in the dtype that was written: a CPU sums bfloat16 in float32
     else:
         sent = sum(piece.bytes * piece.of.count for piece in pieces)
-    return Communication(
-        **{one.name: getattr(row, one.name) for one in fields(row)},
-        runs=runs,
-        compiled=tuple({id(piece.of): piece.of for piece in pieces}.values()),
-        note=note,
-        sent=sent,
-    )
+    done = tuple({id(piece.of): piece.of for piece in pieces}.values())
+    return Communication(**_alike_fields(row), runs=runs, compiled=done, note=note, sent=sent)
+
+
+def _alike_fields(one: Any) -> dict[str, Any]:
+    """What a collective of any view has of a written one, by the names of the fields."""
+    return {name: getattr(one, name) for name in _WRITTEN if hasattr(one, name)}
 
 
 def _as_written(piece: _Piece, row: WrittenCollective) -> bool:
@@ -295,24 +303,16 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
     own = _ends(one.op_name) == "custom_partitioning"  # its user's rule wrote this, and no jaxpr has it
     cause = "the partition rule of a custom_partitioning" if own else _cause(one, written)
-    return Communication(
-        kind=one.kind,
-        axes=one.axes,
-        bytes=nbytes,
-        count=one.count,
-        runs=one.count,
-        exact=one.exact,
-        text=cause if whole else "the compiler's own, combined with one that is written",
-        where=one.where,
-        phase="backward" if _compat.BACKWARD in one.op_name else "forward",
-        written=own and whole,
-        dtype=dtype,
-        shape=shape,
-        group_size=one.group_size,
-        compiled=(one,),
-        note="" if one.whole else f"within groups of {one.group_size}",
-        sent=nbytes * one.count,
-    )
+    found = {
+        **_alike_fields(one),
+        "bytes": nbytes,
+        "text": cause if whole else "the compiler's own, combined with one that is written",
+        "phase": "backward" if _compat.BACKWARD in one.op_name else "forward",
+        "dtype": dtype,
+        "shape": shape,
+    }
+    note, sent = "" if one.whole else f"within groups of {one.group_size}", nbytes * one.count
+    return Communication(**found, runs=one.count, written=own and whole, compiled=(one,), note=note, sent=sent)
 
 
 def _cause(one: Collective, written: Written | None) -> str:
@@ -410,21 +410,11 @@ def _axes(move: Move) -> tuple[str, ...]:
 
 
 def _planned(move: Move) -> Communication:
-    return Communication(
-        kind=move.kind,
-        axes=_axes(move),
-        group_size=move.group_size,
-        bytes=move.bytes,
-        count=move.count,
-        exact=move.exact,
-        text=move.text,
-        where=short_line(move.where),
-        phase=move.phase,
-        recomputed=move.recomputed,
-        branch="a branch" if move.branch else "",
-        dtype=move.dtype,
-        shape=move.raw.type.local_shape(move.raw.source),
-        written=move.typed,
-        note=move.why,
-        sent=move.total_bytes,
-    )
+    found = {
+        **_alike_fields(move),
+        "axes": _axes(move),
+        "where": short_line(move.where),
+        "branch": "a branch" if move.branch else "",
+        "shape": move.raw.type.local_shape(move.raw.source),
+    }
+    return Communication(**found, written=move.typed, note=move.why, sent=move.total_bytes)
