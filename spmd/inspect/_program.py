@@ -81,22 +81,25 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
     if staged and (args or kwargs):
         rule = "a traced, lowered or compiled program has its arguments already: pass it alone."
         raise SpmdError(rule, call=f"{verb}({type(fn).__name__}, ...)", advice=f"{verb}(program)")
-    if staged:
-        return _staged(fn)
-    if not callable(fn):
+    if not staged and not callable(fn):
         rule = f"{verb} takes a kernel, a function, or a traced, lowered or compiled program."
         advice = f"{verb}(fn, x) with the function itself, not what it returns"
         raise SpmdError(rule, call=f"{verb}(...)", got=[type(fn).__name__], advice=advice)
     with under(mesh):
-        traced = _traceable(fn, args, kwargs)
+        traced = fn if staged else _traceable(fn, args, kwargs)
         jaxpr = getattr(traced, "jaxpr", None)
     leaves = tuple(jax.tree.leaves((args, kwargs)))
-    named = (_shaped(mesh), _shaped(getattr(fn, "mesh", None)), *meshes_of_jaxpr(jaxpr), *_meshes_of(leaves))
-    name = _name(fn)
+    held = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
+    meshes = (mesh, getattr(fn, "mesh", None), *meshes_of_jaxpr(jaxpr), *held)
+    name = getattr(fn, "fun_name", "") if staged else _name(fn)
+    donated = (bool(getattr(one, "donated", False)) for one in jax.tree.leaves(getattr(traced, "args_info", ())))
 
-    def lowered() -> Any:
+    def compiled() -> Any:
+        made = traced
         with under(mesh):
-            return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
+            for step in ("lower", "compile"):
+                made = getattr(made, step)() if hasattr(made, step) else made
+        return made
 
     def called() -> Any:
         inner, given = of_arrays(fn, args, kwargs, is_array)
@@ -104,7 +107,7 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
             return jax.jit(inner).trace(*given).jaxpr
 
     own = hasattr(fn, "trace") and not isinstance(fn, Kernel)
-    return Program(name, jaxpr, _first(named), leaves, lowered, _donated(traced), called if own else None)
+    return Program(name, jaxpr, _first(map(_shaped, meshes)), leaves, compiled, tuple(donated), called if own else None)
 
 
 def _name(fn: Any) -> str:
@@ -113,20 +116,6 @@ def _name(fn: Any) -> str:
     name = getattr(fn, "__name__", None) or type(fn).__name__
     owner = getattr(fn, "__self__", None)
     return f"{_name(owner)}.{name}" if isinstance(owner, Kernel) else name
-
-
-def _staged(fn: Any) -> Program:
-    jaxpr = getattr(fn, "jaxpr", None)
-    if jaxpr is not None:
-        return Program(
-            fn.fun_name, jaxpr, _first(meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile(), _donated(fn)
-        )
-    return Program("", None, None, (), fn.compile if hasattr(fn, "compile") else lambda: fn)
-
-
-def _donated(traced: Any) -> tuple[bool, ...]:
-    """Return which arguments of a traced program are donated."""
-    return tuple(bool(getattr(one, "donated", False)) for one in jax.tree.leaves(getattr(traced, "args_info", ())))
 
 
 def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,19 +174,13 @@ def _first(meshes: Iterable[Any]) -> Any:
     return next((mesh for mesh in found if isinstance(mesh, Mesh)), found[0] if found else None)
 
 
-def _meshes_of(leaves: Iterable[Any]) -> Iterator[Any]:
-    for leaf in leaves:
-        yield _shaped(getattr(getattr(leaf, "sharding", None), "mesh", None))
-
-
 def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
     """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
     for equation in () if jaxpr is None else equations(jaxpr):
         for name, value in equation.params.items():
-            if name == "ctx_mesh":  # what surrounded the call
-                continue
             mesh = getattr(value, "mesh", value)
-            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
+            around = name == "ctx_mesh"  # what surrounded the call
+            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names and not around:
                 yield mesh
 
 
