@@ -161,19 +161,17 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
         rule = "A picture needs every dimension, and only a shape tells how many '...' stands for."
         raise LayoutError(rule, call=call, advice="shape=(8, 16), or write the dimensions out")
     sizes, dims = blocks.known_sizes(layout, shape, call)
-    if mesh is not None:
-        lies_on = mesh if isinstance(mesh, Mesh | AbstractMesh) else _abstract(sizes_for(mesh, call))
-        return blocks.of_layout(_ambient(layout, call), sizes, lies_on, dims=dims, call=call)
-    if frame is None:
-        found = ambient_mesh()
-        if found is None:
-            rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
-            advice = f'as in visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
-            raise MeshError(rule, call=call, advice=advice)
-        return blocks.of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
-    layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
-    bound = {name: known.size for name, known in frame.bound if name in layout.names}
-    return blocks.of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
+    if mesh is None and frame is not None:
+        layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
+        bound = {name: known.size for name, known in frame.bound if name in layout.names}
+        return blocks.of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
+    given = mesh is None or isinstance(mesh, Mesh | AbstractMesh)
+    found = mesh or ambient_mesh() if given else _abstract(sizes_for(mesh, call))
+    if found is None:
+        rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
+        advice = f'as in visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
+        raise MeshError(rule, call=call, advice=advice)
+    return blocks.of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
 
 
 def _placed(layout: Layout, mapping: AxisMapping | None) -> Layout:

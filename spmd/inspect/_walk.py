@@ -18,37 +18,16 @@ from spmd._text import sent_bytes
 from spmd.checker import _tables as tables
 from spmd.checker._claims import arguments_of
 from spmd.errors import MeshError
+from spmd.inspect import _program as places
+from spmd.inspect import _records as records
 from spmd.inspect import _values
 from spmd.inspect._collectives import axes_of_pairs
-from spmd.inspect._program import (
-    ANYWHERE,
-    Placement,
-    local_count,
-    moved_bytes,
-    names_of,
-    of_sharding,
-    of_spec,
-    text_of,
-    with_others,
-)
-from spmd.inspect._records import (
-    PRIMITIVES,
-    Boundary,
-    Constraint,
-    Island,
-    PerShard,
-    Switch,
-    Turns,
-    Window,
-    Work,
-    Written,
-    WrittenCollective,
-    turns_of,
-)
+from spmd.inspect._program import ANYWHERE, Placement, of_sharding
+from spmd.inspect._records import Turns, Work, Written
 from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
 from spmd.language import Layout, axes_product, axes_tuple, mesh_text
 
-_KINDS = {primitive: kind for kind, primitives in PRIMITIVES.items() for primitive in primitives}
+_KINDS = {primitive: kind for kind, primitives in records.PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
 _FOUND = ("collectives", "boundary", "islands", "per_shard", "constraints", "windows")  # as `Written` has it
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
@@ -102,14 +81,8 @@ class Walk(Domain):
         """All that was found, and what is known of memory."""
         found: dict[str, Any] = {name: tuple(ones.values()) for name, ones in self._found.items()}
         flops, matmul_flops, traffic = (self._work.total(what) for what in ("flops", "matmul_flops", "traffic"))
-        hbm_bytes = round(traffic.pop("", 0.0))
-        spent: dict[str, Any] = {
-            "flops": flops,
-            "matmul_flops": matmul_flops,
-            "hbm_bytes": hbm_bytes,
-            "left_out": traffic,
-        }
-        return Written(mesh=self.sizes, work=self._work, exact=self._exact, **found, **spent, **memory)
+        spent = flops, matmul_flops, round(traffic.pop("", 0.0)), traffic, self._exact
+        return Written(found.pop("collectives"), self.sizes, *spent, **found, **memory, work=self._work)
 
     # --- values -------------------------------------------------------------------------------------------
 
@@ -208,10 +181,10 @@ class Walk(Domain):
     def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
         """Devices may take branches of their own, where the index is a known integer on each."""
         ended = self._end(eqn.invars, operands)
-        self._switches.append((turns_of(ended[0].table, self.sizes, len(parts)), []))
+        self._switches.append((records.turns_of(ended[0].table, self.sizes, len(parts)), []))
         outs = super().branches(eqn, parts, ended)
         turns, spent = self._switches.pop()
-        self._work.switches.append(Switch(spent, turns))
+        self._work.switches.append(records.Switch(spent, turns))
         return self._stand(eqn.outvars, outs)
 
     def mapped(self, eqn: Equation, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
@@ -221,19 +194,23 @@ class Walk(Domain):
             rule = "explain reads a program on one mesh, and the kernels of this one are on two."
             got = [mesh_text(sizes) for sizes in (self.sizes, mesh.shape)]
             raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
+
+        def place(spec: Any, var: Variable, before: Placement) -> Placement:
+            said = places.of_spec(spec, len(shape_of(var)), mesh.shape)
+            return places.with_others(said, before, new, mesh.shape)
+
         if not self.site.manual:
             specs, leaves = eqn.params["in_specs"], arguments_of(eqn, kernel_around(self.callers))
             name = next((c.params["name"] for c in reversed(self.callers) if "name" in c.params), "shard_map")
             for i, (value, var, spec) in enumerate(zip(operands, eqn.invars, specs, strict=True)):
-                target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
+                target = place(spec, var, value.place)
                 self._want(value, target)
                 layout = leaves[i].layout if i in leaves else None
                 self._move(name, value, target, var, eqn, layout, self._kept_by_vmap(value.place, specs))
         outs = super().mapped(eqn, part, operands)
         left = []
         for out, spec, var in zip(outs, eqn.params["out_specs"], eqn.outvars, strict=True):
-            place = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), None, new, mesh.shape)
-            left.append(Value(place, buffers=out.buffers, chain=out.chain, inside=out.inside))
+            left.append(Value(place(spec, var, None), buffers=out.buffers, chain=out.chain, inside=out.inside))
         return left
 
     def unread(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
@@ -271,12 +248,12 @@ class Walk(Domain):
         source = value.place if value.place is not None else typed_place(operand.aval, self.sizes)
         if source in (ANYWHERE, target) or not shape:
             return
-        names = () if layout is None else names_of(layout, len(shape))
-        moved = Boundary(
+        names = () if layout is None else places.names_of(layout, len(shape))
+        moved = records.Boundary(
             text=f"{where_to}: {value.label or 'a computed array'}",
-            source=text_of(source, names),
-            target=text_of(target, names) or "unknown",
-            bytes=moved_bytes(shape, operand.aval.dtype, source, target, self.sizes),
+            source=places.text_of(source, names),
+            target=places.text_of(target, names) or "unknown",
+            bytes=places.moved_bytes(shape, operand.aval.dtype, source, target, self.sizes),
             dtype=dtype_name(operand.aval),
             shape=shape,
             where=where,
@@ -293,10 +270,13 @@ class Walk(Domain):
         target = of_sharding(eqn.params["sharding"], len(shape_of(result)), self.sizes)
         self._want(value, target)
         names = [name for _, name in reversed(self._names(eqn)) if isinstance(name, LayoutName)]
-        text, layout = _call_around(self._names(eqn)) or "sharding_constraint", text_of(target) or "unconstrained"
+        text, layout = (
+            _call_around(self._names(eqn)) or "sharding_constraint",
+            places.text_of(target) or "unconstrained",
+        )
         if names:
             text, layout = names[0], names[0].layout.short
-        asked = Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn))
+        asked = records.Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn))
         self._found["constraints"][len(self._found["constraints"])] = asked
         return [Value(target, buffers=value.buffers, chain=value.chain, inside=value.inside)]
 
@@ -312,7 +292,7 @@ class Walk(Domain):
 
     def _island(self, text: str, eqn: Equation, *, opaque: bool) -> None:
         text, where = one_line(text), self._line(eqn)
-        self._found["islands"].setdefault((text, where), Island(text, where, opaque))
+        self._found["islands"].setdefault((text, where), records.Island(text, where, opaque))
 
     def _release(self, body: Any) -> None:
         """Note what is meant per shard in a jaxpr. Around a kernel it is the kernel's body that is meant."""
@@ -321,7 +301,7 @@ class Walk(Domain):
             where = short_line(line_of(name))
             before = self._found["per_shard"].get((name.why, where))
             whole = not self.site.manual and (before is None or before.whole)
-            self._found["per_shard"][name.why, where] = PerShard(name.why, where, whole)
+            self._found["per_shard"][name.why, where] = records.PerShard(name.why, where, whole)
 
     # --- collectives and work -----------------------------------------------------------------------------
 
@@ -351,7 +331,7 @@ class Walk(Domain):
             for window in self._windows_around(names, moves=True):
                 window.collectives.append(len(found))
             self._work.collectives[len(found)] = site.times
-            found[len(found)] = WrittenCollective(
+            found[len(found)] = records.WrittenCollective(
                 kind=kind,
                 axes=axes,
                 group_size=devices,
@@ -430,15 +410,16 @@ class Walk(Domain):
 
     def _fused_around(self, eqn: Equation) -> Inside | None:
         """The kernel that an equation belongs to by its names. One that is made of nothing has no operand inside."""
-        return next((Inside(name) for _, name in self._names(eqn) if isinstance(name, FusedName)), None)
+        name = _innermost(self._names(eqn)[::-1], FusedName)
+        return None if name is None else Inside(name)
 
-    def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[Window]:
+    def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[records.Window]:
         """The calls of `meanwhile` that compute this, or in which it travels."""
         again = ("Scope", "rematted_computation") in names
         phase, found = "recomputed" if again else "backward" if _compat.is_backward(names) else "forward", []
         for _, name in names:
             if isinstance(name, WindowName) and (name.moves is name) == moves:
-                made = Window(short_line(line_of(name)), phase)
+                made = records.Window(short_line(line_of(name)), phase)
                 found.append(self._found["windows"].setdefault((id(name.moves), phase), made))
         return found
 
@@ -455,7 +436,7 @@ class Walk(Domain):
         for atom, value in zip(atoms, values, strict=True):
             shape, part = shape_of(atom), share
             if not self.site.manual and value.place not in (None, ANYWHERE):
-                part = local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
+                part = places.local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
             sizes.append(size_bytes(atom.aval) * part)
         return sizes
 
@@ -533,9 +514,14 @@ def _integers_of(value: Any) -> Any:
     return np.asarray(value) if table is None and isinstance(value, np.ndarray | jax.Array) else table
 
 
+def _innermost(names: Sequence[tuple[str, str]], kind: type) -> Any:
+    """The innermost name of a kind, if there is one."""
+    return next((name for _, name in reversed(names) if isinstance(name, kind)), None)
+
+
 def _call_around(names: Sequence[tuple[str, str]]) -> CallName:
     """The innermost scope that is a call of ours; an empty name where there is none."""
-    return next((text for _, text in reversed(names) if isinstance(text, CallName)), CallName(""))
+    return _innermost(names, CallName) or CallName("")
 
 
 _RAW = {"psum_scatter": "lax.all_gather", "all_gather": "lax.psum_scatter"}
