@@ -144,7 +144,7 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     """
     rows = () if written is None else written.collectives
     if compiled is None:
-        return tuple(_joined(row, None) for row in rows)
+        return tuple(Communication(**_alike_fields(row), sent=row.total_bytes) for row in rows)
     wanted = [_Wanted(row, row.count) for row in rows]
     alike = grouped(wanted, _same).values()  # those that only their place tells apart, as of equal layers
     rest: list[_Piece] = []
@@ -162,7 +162,7 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
         placed = _ends(piece.of.op_name) in _PLACED and id(piece.of) not in written_in
         _claim(piece, [one for one in alike if not placed and _is_open(one) and _alike(piece, one[0].row)], rest)
-    joined = [_joined(one.row, one.pieces or _gone(one.row, wanted)) for one in wanted]
+    joined = [_joined(one.row, one.pieces, wanted) for one in wanted]
     strangers = grouped(rest, lambda piece: id(piece.of)).values()
     return (*joined, *(_unwritten(parts, written) for parts in strangers))
 
@@ -258,20 +258,17 @@ def _ends(name: str) -> str:
 # -------------------- one row
 
 
-def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Communication:
-    """A written collective with its compiled pieces, with a note if there are none, or with None if not compiled."""
-    pieces = () if found is None or isinstance(found, str) else found
+def _joined(row: WrittenCollective, pieces: Sequence[_Piece], wanted: Sequence[_Wanted]) -> Communication:
+    """A written collective with its compiled pieces."""
+    if not pieces:
+        return Communication(**_alike_fields(row), runs=0, note=_gone(row, wanted))
     known = row.branch and row.exact  # the compiled program counts each branch as taken
-    runs = None if found is None else row.count if known and pieces else sum(piece.of.count for piece in pieces)
-    note = found if isinstance(found, str) else _note(row, pieces, runs or 0) if pieces else ""
-    if runs is None:
-        sent = row.total_bytes
-    elif all(_as_written(piece, row) for piece in pieces):
+    runs = row.count if known else sum(piece.of.count for piece in pieces)
+    sent = sum(piece.bytes * piece.of.count for piece in pieces)
+    if all(_as_written(piece, row) for piece in pieces):
         sent = row.bytes * runs  # in the dtype that was written: a CPU sums bfloat16 in float32
-    else:
-        sent = sum(piece.bytes * piece.of.count for piece in pieces)
     done = tuple({id(piece.of): piece.of for piece in pieces}.values())
-    return Communication(**_alike_fields(row), runs=runs, compiled=done, note=note, sent=sent)
+    return Communication(**_alike_fields(row), runs=runs, compiled=done, note=_note(row, pieces, runs), sent=sent)
 
 
 def _alike_fields(one: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import _compat
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import equations, opened
 from spmd._trees.leaves import is_array, is_number
 from spmd.comm.plans import plan
 from spmd.errors import MeshError, SpmdError
@@ -102,9 +102,9 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
         return made
 
     def called() -> Any:
-        inner, given = of_arrays(fn, args, kwargs, is_array)
+        inner, given, named = of_arrays(fn, args, kwargs, is_array)
         with under(mesh):
-            return jax.jit(inner).trace(*given).jaxpr
+            return jax.jit(inner).trace(*given, **named).jaxpr
 
     own = hasattr(fn, "trace") and not isinstance(fn, Kernel)
     return Program(name, jaxpr, _first(map(_shaped, meshes)), leaves, compiled, tuple(donated), called if own else None)
@@ -126,8 +126,8 @@ def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return fn.lower(*args, **kwargs)
     if all(map(is_input, jax.tree.leaves((args, kwargs)))):
         return jax.jit(fn).trace(*args, **kwargs)
-    inner, arrays = of_arrays(fn, args, kwargs, is_input)
-    return jax.jit(inner).trace(*arrays)
+    inner, args, kwargs = of_arrays(fn, args, kwargs, is_input)
+    return jax.jit(inner).trace(*args, **kwargs)
 
 
 def is_input(leaf: Any) -> bool:
@@ -136,19 +136,27 @@ def is_input(leaf: Any) -> bool:
 
 
 def of_arrays(
-    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_input: Callable[[Any], bool]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`fn` as a function of its inputs alone, and these; the other leaves of its arguments are fixed."""
-    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
-    inputs = [i for i, leaf in enumerate(leaves) if is_input(leaf)]
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Callable[[Any], bool]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """`fn` as a function of its inputs alone, and its arguments with None for the other leaves, which are fixed."""
+    is_none = lambda leaf: leaf is None
+    leaves, structure = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_none)
 
-    @functools.wraps(fn)
-    def inner(*given: Any) -> Any:
-        filled = dict(zip(inputs, given, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        given = jax.tree.leaves((args, kwargs), is_leaf=is_none)
+        filled = [leaf if one is None else one for one, leaf in zip(given, leaves, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
         return fn(*args, **kwargs)
 
-    return inner, tuple(leaves[i] for i in inputs)
+    owner = getattr(fn, "__self__", None)
+    inner = functools.update_wrapper(inner, fn)
+    inner.__wrapped__ = owner if isinstance(owner, Kernel) else fn  # which names the arguments
+    return inner, *jax.tree.unflatten(structure, [leaf if kind(leaf) else None for leaf in leaves])
+
+
+def names_of_inputs(jaxpr: Any) -> Sequence[str]:
+    """Return what JAX calls the inputs of a program: as the function calls its arguments, `params['w']`."""
+    return getattr(opened(jaxpr)[0].debug_info, "arg_names", None) or ()
 
 
 @contextlib.contextmanager

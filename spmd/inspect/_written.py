@@ -13,7 +13,7 @@ from spmd import _compat
 from spmd._jaxprs.walker import opened
 from spmd._trees.leaves import is_array
 from spmd.inspect._peak import Peak
-from spmd.inspect._program import ANYWHERE, Program, is_input, local_count, of_sharding
+from spmd.inspect._program import ANYWHERE, Program, is_input, local_count, names_of_inputs, of_sharding
 from spmd.inspect._records import Written
 from spmd.inspect._values import Value, size_bytes
 from spmd.inspect._walk import Walk
@@ -65,7 +65,7 @@ def _shared(donated: Sequence[tuple[Any, int]], made: Sequence[tuple[Any, int]])
 
 def _inputs(program: Program, count: int) -> list[tuple[str, Any]]:
     """Return what each input of the jaxpr is called, `params['w']`, with the argument; static ones are not inputs."""
-    named: Sequence[str] = getattr(opened(program.jaxpr)[0].debug_info, "arg_names", None) or ()
+    named = names_of_inputs(program.jaxpr)
     inputs = ([*filter(kind, program.arguments)] for kind in (is_input, is_array))
     leaves: Sequence[Any] = next((found for found in inputs if len(found) == len(named)), [None] * len(named))
     labelled = list(zip(named, leaves, strict=True))
