@@ -22,6 +22,7 @@ from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Boundary, Written
+from spmd.inspect._reports import Report, fields_of
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
 from spmd.mesh import crossing, sizes_for

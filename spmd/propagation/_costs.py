@@ -219,7 +219,7 @@ def _result(plan: Plan, number: Number, shape: Sequence[int]) -> int | None:
     if not eqns or is_transposed(eqns[-1], eqns[:-1]):
         return None
     fitting = [i for i, var in enumerate(eqns[-1].outvars) if shape_of(var) == tuple(shape)]
-    if len(fitting) != 1 or eqns[-1].outvars[fitting[0]] in plan.kept:
+    if len(fitting) != 1 or plan.names.kept.get(eqns[-1].outvars[fitting[0]]):
         return None
     return fitting[0]
 

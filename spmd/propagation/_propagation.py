@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd._jaxprs.lines import LineName, is_transposed, line_of, short_line
-from spmd._jaxprs.walker import Equation, Role, held, opened, walk
+from spmd._jaxprs.lines import LineName, line_of, short_line
 from spmd._jaxprs.walker import equations as all_equations
+from spmd._jaxprs.walker import opened, walk
 from spmd._text import Line, Row, Table, bytes_text, html_page, wrapped
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
@@ -139,19 +139,6 @@ class Propagation(Report):
         return tuple(found.values())
 
     @functools.cached_property
-    def kept(self) -> frozenset[Any]:
-        """The variables that nothing but a backward pass uses, as far as they are results of loops and calls."""
-        users: dict[Any, bool] = {}
-        for jaxpr, callers in jaxprs_of(self.traced.jaxpr):
-            users |= dict.fromkeys((v for v in jaxpr.outvars if not hasattr(v, "val")), False)
-            for eqn in jaxpr.eqns:
-                backward = is_transposed(eqn, callers)
-                for atom in eqn.invars:
-                    if not hasattr(atom, "val"):
-                        users[atom] = users.get(atom, True) and backward
-        return frozenset(var for var, backward in users.items() if backward)
-
-    @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:
         """What the program may do without, the dearest first. For the first few, constraints are tried: the plan is
         made again with each of them."""
@@ -254,16 +241,6 @@ class Propagation(Report):
 
 _NOTHING = "no change of layout"
 _HEAD = ("collective", "axes", "times", "bytes", "where", "layout")
-
-
-def jaxprs_of(jaxpr: Any, callers: tuple[Equation, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """All jaxprs that run, opened, each with the equations around it."""
-    body = opened(jaxpr)[0]
-    yield body, callers
-    for eqn in body.eqns:
-        for part in held(eqn) if eqn.params else ():
-            if part.role != Role.DERIVATIVE:
-                yield from jaxprs_of(part.jaxpr, (*callers, eqn))
 
 
 def _told(move: Move) -> Finding:
