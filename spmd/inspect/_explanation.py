@@ -329,15 +329,14 @@ def _window_rows(written: Written, machine: Hardware | None) -> list[Row]:
     rows = []
     for one in written.windows:
         sent = [written.collectives[i] for i in one.collectives]
-        each = ", ".join(f"{c.kind} {axes_text(c.axes)} {bytes_text(c.bytes * c.count)}" for c in sent) or "nothing"
-        computed, flops = ", ".join(f"{si_text(n, 'FLOP')} {dtype}" for dtype, n in one.flops.items()), one.flops
-        text, share = f"{each} beside {computed or 'no products'}", ""
+        each = ", ".join(f"{c.kind} {axes_text(c.axes)} {bytes_text(c.total_bytes)}" for c in sent) or "nothing"
+        computed = ", ".join(f"{si_text(n, 'FLOP')} {dtype}" for dtype, n in one.flops.items()) or "no products"
+        text, share = f"{each} beside {computed}", ""
         if machine is not None:
             sends = sum(c.count * machine.collective_seconds(c.kind, c.bytes, c.axes, written.mesh) for c in sent)
-            takes = sum(n / machine.peak(dtype) for dtype, n in flops.items())
+            takes = sum(n / machine.peak(dtype) for dtype, n in one.flops.items())
             share = _share(min(takes, sends), sends) if sends else ""
-            beside = f"{computed or 'no products'}, {seconds_text(takes)}"
-            text = f"of {seconds_text(sends)} is covered: {each}; beside it {beside}"
+            text = f"of {seconds_text(sends)} is covered: {each}; beside it {computed}, {seconds_text(takes)}"
         rows.append(Row((f"{one.where}, {one.phase}", share, text)))
     return rows
 
@@ -409,13 +408,12 @@ def explain(
     given = None if mesh is None else sizes_for(mesh, "explain(..., mesh=...)")
     program = stage("explain", fn, args, kwargs, mesh)
     check_mesh("explain", meshes_of_jaxpr(program.jaxpr), given)
-    found = program.mesh if program.mesh is not None else mesh
     missing: list[str] = []
     if compiled is True and not program.has_devices:
         rule = "a program is compiled for devices, and this mesh has none."
         raise MeshError(rule, call="explain(..., compiled=True)", advice="compiled=None, or a mesh with devices")
     stats = _compiled(program, compiled, missing)
-    found = program.mesh if found is None else found
+    found = program.mesh  # of some it is known once they are compiled
     sizes = {} if found is None else sizes_for(found, "")
     written = None if program.jaxpr is None else read(program, sizes)
     if written is None:
@@ -423,7 +421,7 @@ def explain(
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
     left = {} if program.jaxpr is None else left_axes(program.jaxpr)
     plan = None
-    if not hasattr(fn, "jaxpr") and (left or _is_compilers(program, found)):
+    if not hasattr(fn, "jaxpr") and (left or _is_compilers(program)):
         from spmd.propagation import propagate  # which reads programs as this room does
 
         try:
@@ -446,9 +444,9 @@ def explain(
     )
 
 
-def _is_compilers(program: Program, mesh: Any) -> bool:
+def _is_compilers(program: Program) -> bool:
     """Return whether the compiler alone divides a program: it has a mesh, and no `shard_map`."""
-    known = program.jaxpr is not None and isinstance(mesh, Mesh | AbstractMesh)
+    known = program.jaxpr is not None and isinstance(program.mesh, Mesh | AbstractMesh)
     return known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))
 
 

@@ -9,6 +9,7 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+import spmd.inspect._blocks as blocks
 from spmd import _compat
 from spmd._text import Line
 from spmd._trees.leaves import kind_of
@@ -16,7 +17,6 @@ from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.drawing import _picture as draw
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
-from spmd.inspect import _blocks as blocks
 from spmd.inspect._blocks import Holdings
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.language import AxisMapping, Layout

@@ -10,6 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 
+import spmd.inspect._program as places
+import spmd.inspect._records as records
+import spmd.inspect._values as _values
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, FusedName, LayoutName, PerShardName, WindowName, kernel_around, one_line
 from spmd._jaxprs.lines import line_of, short_line
@@ -18,9 +21,6 @@ from spmd._text import sent_bytes
 from spmd.checker import _tables as tables
 from spmd.checker._claims import arguments_of
 from spmd.errors import MeshError
-from spmd.inspect import _program as places
-from spmd.inspect import _records as records
-from spmd.inspect import _values
 from spmd.inspect._collectives import axes_of_pairs
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 from spmd.inspect._records import Turns, Work, Written
