@@ -7,9 +7,10 @@ chain. It is read and written only where it is itself a result, of the program o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd._jaxprs.walker import Equation, shape_of
@@ -35,10 +36,12 @@ class Buffer:
     Attributes:
       nbytes: What it takes on one device.
       open: Whether a chain that follows may be fused into what writes it, which writes the chain's result instead.
+      number: Its place among all: sets have no order of their own.
     """
 
     nbytes: float
     open: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +106,8 @@ def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
     for value, nbytes in results:
         if not value.chain:
             continue
-        room = next((one for one in value.buffers if one.open and one not in filled and one.nbytes >= nbytes), None)
+        rooms = (one for one in value.buffers if one.open and one not in filled and one.nbytes >= nbytes)
+        room = min(rooms, key=lambda one: (one.nbytes, one.number), default=None)
         if room is None:
             total += nbytes
         else:
