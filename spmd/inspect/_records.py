@@ -220,8 +220,8 @@ class Boundary:
       source: Where it lies, `b/dp d`, in the names of the kernel's signature, or `_/dp _` where they are not known;
         None where the shardings do not tell.
       target: Where the signature wants it.
-      bytes: What one device sends in the cheapest plan; where sizes do not divide, the least that some device receives;
-        None where the source is not known.
+      bytes: What one device sends in the cheapest plan; None where the source is not known, or there is no plan, as for
+        sizes that do not divide.
       dtype: The dtype of the array.
       shape: The global shape.
       where: `file.py:12`, the line that calls the kernel.
