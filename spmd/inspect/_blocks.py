@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd._text import bytes_text
 from spmd.drawing._picture import Cell, Grid
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
+from spmd.inspect._reports import fields_of
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
 from spmd.mesh import crossing, owners_text
 
@@ -120,26 +121,26 @@ class Holdings:
             return None
         return math.prod(self.local_shape) * self.itemsize
 
+    @property
+    def placed(self) -> list[dict[str, Any]]:
+        """Each device with its place, as plain values."""
+        axes = [axis for axis, _ in self.mesh]
+        places = (dict(zip(axes, at, strict=True)) for at in self.coordinates)
+        return [{"device": device, "coordinates": at} for device, at in zip(self.devices, places, strict=True)]
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        axes = [axis for axis, _ in self.mesh]
+        numbers = [
+            [side.to_dict(number) for side, number in zip(self.sides, block, strict=True)]
+            for block in self.held.tolist()
+        ]
         return {
             "layout": self.title,
             "mesh": dict(self.mesh),
             "dimensions": [{"label": side.label, "size": side.size, "blocks": len(side.blocks)} for side in self.sides],
-            "unreduced": list(self.unreduced),
-            "reduced": list(self.reduced),
-            "local_shape": None if self.local_shape is None else list(self.local_shape),
             "local_bytes": self.nbytes,
-            "devices": [
-                {
-                    "device": device,
-                    "coordinates": dict(zip(axes, at, strict=True)),
-                    "index": [side.to_dict(number) for side, number in zip(self.sides, block, strict=True)],
-                }
-                for device, at, block in zip(self.devices, self.coordinates, self.held.tolist(), strict=True)
-            ],
-            "notes": list(self.notes),
+            "devices": [{**one, "index": index} for one, index in zip(self.placed, numbers, strict=True)],
+            **fields_of(self, "unreduced", "reduced", "local_shape", "notes"),
         }
 
 
@@ -256,12 +257,11 @@ def _size(dim: Dim, sizes: Mapping[str, int]) -> int | None:
 
 
 def _side(dim: Dim, size: int | None, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Side:
+    factors = [(dim.short, size, dim.axes)]
     if _is_scattered(dim, mesh):
-        divided = [atom for atom in dim.atoms if atom.axes]
-        runs = [_pieces(atom.name, sizes.get(atom.name), axes_product(atom.axes or (), mesh)) for atom in divided]
-        return Side(dim.short, size, tuple(itertools.product(*runs)), dim.margin)
-    pieces = _pieces(dim.short, size, axes_product(dim.axes, mesh))
-    return Side(dim.short, size, tuple((piece,) for piece in pieces), dim.margin)
+        factors = [(atom.name, sizes.get(atom.name), atom.axes) for atom in dim.atoms if atom.axes]
+    runs = [_pieces(name, n, axes_product(axes, mesh)) for name, n, axes in factors]
+    return Side(dim.short, size, tuple(itertools.product(*runs)), dim.margin)
 
 
 def _is_scattered(dim: Dim, mesh: Mapping[str, int]) -> bool:
@@ -305,15 +305,12 @@ def _layout_notes(layout: Layout, sizes: Mapping[str, int], mesh: Mapping[str, i
 
 def _scattered(dim: Dim, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> str:
     """With `(b/dp s/cp)` a device holds rows of its b, and in each row the columns of its s: runs with gaps."""
-    local = [
-        None if atom.name not in sizes else sizes[atom.name] // axes_product(atom.axes or (), mesh)
-        for atom in dim.atoms
-    ]
     text = f"{dim.short}: a device holds scattered pieces of the dimension"
-    if None in local:
+    if any(atom.name not in sizes for atom in dim.atoms):
         return text
+    local = [sizes[atom.name] // axes_product(atom.axes or (), mesh) for atom in dim.atoms]
     last = max(place for place, atom in enumerate(dim.atoms) if atom.axes)
-    count, run = math.prod(n or 0 for n in local[:last]), math.prod(n or 0 for n in local[last:])
+    count, run = math.prod(local[:last]), math.prod(local[last:])
     return f"{text}, {count} run{'s' * (count != 1)} of {run}"
 
 

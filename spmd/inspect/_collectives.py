@@ -8,21 +8,22 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
 from spmd._text import Table, bytes_text, sent_bytes, shown_file, shown_width, wrapped
 from spmd.errors import SpmdError
-from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, parse_module, parse_shapes, shape_bytes
+from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, end_of, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
+from spmd.inspect._reports import fields_of
 from spmd.language import axes_product, mesh_text
 from spmd.mesh import sizes_for
 
 # --- groups of devices in compiled text, in each form that JAX prints, and the mesh axes that they stand for ----------
 
 
-_IOTA = re.compile(r"^\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_IOTA = re.compile(r"^(\[[\d,]+\])<=(\[[\d,]+\](?:T\([\d,]+\))?)")
 _NAME = r"(?:'[^']*'|\"[^\"]*\"|[\w.]+)"
 _MESH = re.compile(
     r"^@?mesh[\[<](?P<sizes>[^\]>]*)[\]>]"
@@ -53,9 +54,7 @@ def parse_groups(text: str, partitions: int) -> Groups:
     if text.startswith("{"):
         return _listed(text) or (tuple(range(partitions)),)
     if found := _IOTA.match(text):
-        shape, dims = _ints(found.group(1)), _ints(found.group(2))
-        order = _ints(found.group(3)) if found.group(3) else tuple(range(len(dims)))
-        return _rows(np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(shape))
+        return _rows(_iota(found.group(2)).reshape(_ints(found.group(1))))
     if found := _MESH.match(text):
         return _mesh_groups(found)
     raise SpmdError(f"The compiled text has replica groups in a form that is not known here: {text[:80]!r}.")
@@ -79,7 +78,7 @@ def named_mesh(text: str) -> dict[str, int] | None:
     found = _MESH.match(text)
     if found is None:
         return None
-    sizes = {name.strip("'\""): int(size) for name, size in _SIZE.findall(found.group("sizes"))}
+    sizes = _sizes(found)
     invented = all(re.fullmatch(r"(mesh_)?axis_\d+", name) for name in sizes)
     return None if invented else sizes
 
@@ -95,8 +94,7 @@ def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[tuple[str, 
     >>> axes_of_groups(((0, 1), (2, 3)), {"tp": 4})
     (('tp',), False)
     """
-    differs = _differing(groups, mesh)
-    axes = tuple(name for name in mesh if name in differs)
+    axes = _differing(groups, mesh)
     size = axes_product(axes, mesh)
     return axes, all(len(group) == size for group in groups)
 
@@ -107,27 +105,30 @@ def axes_of_pairs(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     >>> axes_of_pairs(((0, 1), (1, 0), (2, 3), (3, 2)), {"dp": 2, "tp": 2})
     ('tp',)
     """
-    differs = _differing(pairs, mesh)
-    return tuple(name for name in mesh if name in differs)
+    return _differing(pairs, mesh)
 
 
-def _differing(groups: Groups, mesh: Mapping[str, int]) -> set[str]:
+def _differing(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     shape = tuple(mesh.values())
-    members = [device for group in groups for device in group]
-    if max(members, default=0) >= math.prod(shape):
-        size = f"the {mesh_text(mesh)} has only {math.prod(shape)} devices"
-        rule = f"The compiled program has a device {max(members)}, and {size}."
+    last = max(itertools.chain(*groups), default=0)
+    if last >= math.prod(shape):
+        rule = (
+            f"The compiled program has a device {last}, and the {mesh_text(mesh)} has only {math.prod(shape)} devices."
+        )
         raise SpmdError(rule, advice="mesh= is the mesh that the program was compiled for")
-    found: set[str] = set()
+    differs = np.zeros(len(shape), bool)
     for group in groups:
         places = np.stack(np.unravel_index(np.asarray(group, dtype=np.int64), shape))
-        varies = (places != places[:, :1]).any(axis=1)
-        found.update(name for name, different in zip(mesh, varies, strict=True) if different)
-    return found
+        differs |= (places != places[:, :1]).any(axis=1)
+    return tuple(itertools.compress(mesh, differs))
+
+
+def _sizes(found: re.Match[str]) -> dict[str, int]:
+    return {name.strip("'\""): int(size) for name, size in _SIZE.findall(found.group("sizes"))}
 
 
 def _mesh_groups(found: re.Match[str]) -> Groups:
-    sizes = {name.strip("'\""): int(size) for name, size in _SIZE.findall(found.group("sizes"))}
+    sizes = _sizes(found)
     parts = [
         (name.strip("'\""), int(before or 1), int(size) if size else None)
         for name, before, size in _AXIS.findall(found.group("axes"))
@@ -145,35 +146,26 @@ def _mesh_groups(found: re.Match[str]) -> Groups:
         end = sizes[axis] if part is None else before * part
         chosen += [i for i, (name, at, _) in enumerate(factors) if name == axis and before <= at < end]
     rest = [i for i in range(len(factors)) if i not in chosen]
-    devices = _device_ids(found.group("ids"), math.prod(sizes.values()))
+    ids = found.group("ids") or f"[{math.prod(sizes.values())}]"
+    devices = _iota(ids) if ids.startswith("[") else np.array(_ints(ids))
     grid = devices.reshape([size for _, _, size in factors]).transpose(rest + chosen)
     return _rows(grid.reshape(-1, math.prod(factors[i][2] for i in chosen)))
 
 
-def _device_ids(text: str | None, count: int) -> np.ndarray:
-    """The mesh's devices: in order, listed, or as a transposed iota `[4,2]T(1,0)`."""
-    if text is None:
-        return np.arange(count)
-    if text.startswith("["):
-        dims, _, order = text.partition("T")
-        grid = np.arange(count).reshape(_ints(dims.strip("[]")))
-        return grid.transpose(_ints(order.strip("()"))).reshape(-1) if order else grid.reshape(-1)
-    return np.asarray(_ints(text))
+def _iota(text: str) -> np.ndarray:
+    """The numbers of devices in the order of `[4,2]T(1,0)`."""
+    dims, _, order = text.partition("T")
+    grid = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return (grid.transpose(_ints(order)) if order else grid).reshape(-1)
 
 
 def _listed(text: str) -> Groups:
     """`{{0,1},{2,3}}` at the start of `text`; the list ends where its outer brace closes."""
-    depth, end = 0, len(text)
-    for at, char in enumerate(text):
-        depth += {"{": 1, "}": -1}.get(char, 0)
-        if depth == 0:
-            end = at
-            break
-    return tuple(_ints(group) for group in re.findall(r"\{([\d,\s]+)\}", text[1:end]))
+    return tuple(map(_ints, re.findall(r"\{([\d,\s]+)\}", text[1 : end_of(text, 1, "}")])))
 
 
 def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number.strip())
+    return tuple(map(int, re.findall(r"\d+", text)))
 
 
 def _rows(grid: np.ndarray) -> Groups:
@@ -258,18 +250,8 @@ class Collective:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "whole": self.whole,
-            "group_size": self.group_size,
-            "bytes": self.bytes,
-            "count": self.count,
-            "exact": self.exact,
-            "operands": [[dtype, list(shape)] for dtype, shape in self.operands],
-            "op_name": self.op_name,
-            "where": self.where,
-        }
+        names = "kind axes whole group_size bytes count exact operands op_name where"
+        return fields_of(self, *names.split())
 
 
 def place_of(frames: Sequence[Frame]) -> str:
@@ -284,6 +266,25 @@ def counts_by_kind(runs: Iterable[tuple[str, int]]) -> dict[str, int]:
     for kind, count in sorted(runs, key=lambda run: run[0]):
         found[kind] = found.get(kind, 0) + count
     return found
+
+
+One = TypeVar("One")
+
+
+def grouped(ones: Iterable[One], key: Callable[[One], Any]) -> dict[Any, tuple[One, ...]]:
+    """Those with the same key together, in the order of the first of each."""
+    found: dict[Any, list[One]] = {}
+    for one in ones:
+        found.setdefault(key(one), []).append(one)
+    return {name: tuple(alike) for name, alike in found.items()}
+
+
+def by_part(ones: Iterable[One]) -> dict[str, tuple[One, ...]]:
+    """What is sent, or will be, by the part of the program that sends it, as a report shows it."""
+    again, backward = "forward again, for jax.checkpoint", "backward"
+    part = lambda one: one.phase if one.phase == "forward" else again if one.recomputed else backward
+    found = grouped(ones, part)
+    return {name: found[name] for name in ("forward", again, backward) if name in found}
 
 
 class CollectiveReport(Sequence[Collective]):
@@ -336,20 +337,13 @@ class CollectiveReport(Sequence[Collective]):
         return self._grouped(lambda item: item.kind)
 
     def _grouped(self, key: Callable[[Collective], str]) -> dict[str, CollectiveReport]:
-        found: dict[str, list[Collective]] = {}
-        for item in self:
-            found.setdefault(key(item), []).append(item)
+        found = grouped(self, key)
         return {name: CollectiveReport(found[name], self.mesh) for name in sorted(found)}
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "mesh": self.mesh,
-            "counts": self.counts,
-            "total_bytes": self.total_bytes,
-            "exact": self.exact,
-            "collectives": [item.to_dict() for item in self],
-        }
+        found = fields_of(self, "mesh", "counts", "total_bytes", "exact")
+        return {**found, "collectives": [item.to_dict() for item in self]}
 
     def table(self, width: int | None = None) -> str:
         """Return the report as text, with one line for each collective and a line of totals.
@@ -360,13 +354,10 @@ class CollectiveReport(Sequence[Collective]):
         if not self:
             return "no collectives"
         width = shown_width(width)
-        alike: dict[tuple[Any, ...], list[Collective]] = {}
-        for item in self:  # a verb on a pytree is one line of the program and many collectives
-            alike.setdefault((item.kind, item.axes, item.dtype, item.shape, len(item.operands), item.where), []).append(
-                item
-            )
+        # a verb on a pytree is one line of the program and many collectives
+        same = lambda one: (one.kind, one.axes, one.dtype, one.shape, len(one.operands), one.where)
         head = ("collective", "axes", "times", "operand", "bytes", "where")
-        table = Table([_row(items) for items in alike.values()], head, right=(2, 4), below=(5,))
+        table = Table([*map(_row, grouped(self, same).values())], head, right=(2, 4), below=(5,))
         total = ", ".join(f"{count} {kind}" for kind, count in self.counts.items())
         said = [f"total: {total}; {bytes_text(self.total_bytes)} sent per device"]
         if not self.exact:
@@ -476,7 +467,7 @@ def _record(module: HloModule, visit: Visit, opcode: str, mesh: dict[str, int] |
     if found is None:
         return None
     axes, whole, size = found
-    types = [module.type_of(visit.computation, name) for name in instruction.operands]
+    types = [module.named(visit.computation, name).type for name in instruction.operands]
     operands = tuple(shape for text in types for shape in parse_shapes(text))
     in_place = len(types) == 4 and opcode == "collective-permute" and "s32[" in types[3]
     if instruction.opcode == "send" or opcode == "ragged-all-to-all" or in_place:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
@@ -12,30 +13,18 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, left_axes, left_text
 from spmd._jaxprs.walker import equations
-from spmd._text import (
-    Line,
-    Row,
-    Table,
-    bytes_text,
-    html_page,
-    plain,
-    rich_lines,
-    seconds_text,
-    shown_width,
-    si_text,
-    wrapped,
-)
+from spmd._text import Line, Row, Table, bytes_text, html_page, seconds_text, si_text, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
-from spmd.inspect._collectives import CollectiveReport, axes_text, collectives_of_text, counts_by_kind
+from spmd.inspect._collectives import CollectiveReport, axes_text, by_part, collectives_of_text, counts_by_kind, grouped
 from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
-from spmd.inspect._records import Written
+from spmd.inspect._records import Boundary, Written
+from spmd.inspect._reports import Report, fields_of
 from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
-from spmd.kernels import Kernel
 from spmd.mesh import crossing, sizes_for
 
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
@@ -43,17 +32,16 @@ _CHOSEN = 'to="invarying" was chosen: this copy leaves the kernel whole, and no 
 _LOOSE = "* in a loop of unknown length (counted once) or in a branch (counted as taken, the dearest in the time)"
 
 
-class Explanation:
+@dataclass(repr=False, eq=False)
+class Explanation(Report):
     """What one program sends and costs. `explain` makes it, and printing it shows `table()`.
 
     Attributes:
       name: The function's name.
       mesh: Axis sizes.
-      collectives: The written collectives in program order, then those that nobody wrote.
       written: The program as its jaxpr says it; None for a program that came lowered or compiled.
       compiled: The compiled collectives; None where nothing was compiled.
       memory: Bytes on one device.
-      time: Estimated seconds; None without `hardware`, or without the written view.
       hardware: The machine that times are for, or None.
       platform: What it was compiled for: "cpu", "gpu", "tpu"; empty where nothing was compiled.
       missing: What could not be found out, and why.
@@ -73,40 +61,31 @@ class Explanation:
       ({'psum': 1}, 12, ())
     """
 
-    def __init__(
-        self,
-        name: str,
-        mesh: Mapping[str, int],
-        written: Written | None,
-        compiled: CollectiveReport | None,
-        *,
-        memory: Memory | None = None,
-        machine: Hardware | None = None,
-        platform: str = "",
-        missing: Iterable[str] = (),
-        crossing: Iterable[str] = (),
-        plan: Any = None,
-        left: Mapping[str, Sequence[str]] | None = None,
-        hints: Iterable[Hint] = (),
-    ) -> None:
-        self.name = name
-        self.mesh = dict(mesh)
-        self.written = written
-        self.compiled = compiled
-        self.hints = tuple(hints)
-        self.plan = plan
-        self.left = {axis: tuple(names) for axis, names in (left or {}).items()}
-        self.collectives: tuple[Communication, ...] = communications(written, compiled)
-        if plan is not None:
-            self.collectives = with_plan(self.collectives, plan, compiled is not None, self.left or None)
-        self.memory = memory
-        self.hardware = machine
-        self.time: Time | None = None
-        if machine is not None and written is not None:
-            self.time = estimate(written, self.collectives, machine, self.mesh)
-        self.platform = platform
-        self.missing = tuple(missing)
-        self.crossing = tuple(crossing)
+    name: str
+    mesh: Mapping[str, int]
+    written: Written | None
+    compiled: CollectiveReport | None
+    memory: Memory | None = None
+    hardware: Hardware | None = None
+    platform: str = ""
+    missing: Sequence[str] = ()
+    crossing: Sequence[str] = ()
+    plan: Any = None
+    left: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    hints: Sequence[Hint] = ()
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Communication, ...]:
+        """The written collectives in program order, then those that nobody wrote."""
+        found = communications(self.written, self.compiled)
+        return found if self.plan is None else with_plan(found, self.plan, self.compiled is not None, self.left or None)
+
+    @functools.cached_property
+    def time(self) -> Time | None:
+        """Estimated seconds; None without `hardware`, or without the written view."""
+        if self.hardware is None or self.written is None:
+            return None
+        return estimate(self.written, self.collectives, self.hardware, self.mesh)
 
     @property
     def unwritten(self) -> tuple[Communication, ...]:
@@ -138,41 +117,18 @@ class Explanation:
 
     def by_axis(self) -> dict[str, tuple[Communication, ...]]:
         """Return the collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
-        return self._grouped(lambda one: axes_text(one.axes))
+        return grouped(self.collectives, lambda one: axes_text(one.axes))
 
     def by_phase(self) -> dict[str, tuple[Communication, ...]]:
         """Return the written collectives by phase: `"forward"`, `"backward"`."""
-        return self._grouped(lambda one: one.phase, lambda one: one.written)
-
-    def _grouped(
-        self, key: Callable[[Communication], str], keep: Callable[[Communication], bool] = lambda one: True
-    ) -> dict[str, tuple[Communication, ...]]:
-        found: dict[str, list[Communication]] = {}
-        for one in filter(keep, self.collectives):
-            found.setdefault(key(one), []).append(one)
-        return {name: tuple(ones) for name, ones in found.items()}
+        return grouped((one for one in self.collectives if one.written), lambda one: one.phase)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "name": self.name,
-            "mesh": self.mesh,
-            "platform": self.platform,
-            "counts": self.counts,
-            "total_bytes": self.total_bytes,
-            "exact": self.exact,
-            "collectives": [one.to_dict() for one in self.collectives],
-            "written": None if self.written is None else self.written.to_dict(),
-            "compiled": None if self.compiled is None else self.compiled.to_dict(),
-            "memory": None if self.memory is None else self.memory.to_dict(),
-            "time": None if self.time is None else self.time.to_dict(),
-            "plan": None if self.plan is None else self.plan.to_dict(),
-            "missing": list(self.missing),
-            "crossing": list(self.crossing),
-            "hints": [dataclasses.asdict(one) for one in self.hints],
-            "left": {axis: list(names) for axis, names in self.left.items()},
-            "bytes_between_processes": sum(one.total_bytes for one in self.between_processes),
-        }
+        names = "name mesh platform counts total_bytes exact collectives written compiled memory time plan missing"
+        sent = sum(one.total_bytes for one in self.between_processes)
+        found = fields_of(self, *names.split(), "crossing", "hints", "left")
+        return {**found, "bytes_between_processes": sent}
 
     def table(self, width: int | None = None) -> str:
         """Return the explanation as text.
@@ -180,10 +136,7 @@ class Explanation:
         Args:
           width: The number of columns. By default it is that of the terminal.
         """
-        return plain(_lines(self, shown_width(width)))
-
-    def __str__(self) -> str:
-        return self.table()
+        return self._text(width)
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
@@ -193,17 +146,13 @@ class Explanation:
         shown = [table for table in (_sent(self), _costs(self)) if table.rows]
         return html_page(_heading(self), shown, empty="" if self.collectives else "no collectives")
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from rich_lines(_lines(self, options.max_width))
-
-
-def _lines(it: Explanation, width: int) -> list[Line]:
-    """Return what is printed: a heading, what is sent, and what it costs."""
-    width = max(width, 40)
-    heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
-    empty: list[Line] = [] if it.collectives else [[("no collectives", "")]]
-    planned = [] if it.plan is None or it.left else it.plan.cost_lines(width)
-    return [*heading, [("", "")], *planned, *empty, *_sent(it).lines(width), *_costs(it).lines(width)]
+    def _lines(self, width: int) -> list[Line]:
+        """A heading, what is sent, and what it costs."""
+        width = max(width, 40)
+        heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(self), width)]
+        empty: list[Line] = [] if self.collectives else [[("no collectives", "")]]
+        planned = [] if self.plan is None or self.left else self.plan.cost_lines(width)
+        return [*heading, [("", "")], *planned, *empty, *_sent(self).lines(width), *_costs(self).lines(width)]
 
 
 def _heading(it: Explanation) -> str:
@@ -223,54 +172,46 @@ def _heading(it: Explanation) -> str:
 def _sent(it: Explanation) -> Table:
     """The collectives by phase and by axis, and what is moved around kernels."""
     written = [one for one in it.collectives if one.written]
-    parts = {
-        "forward": [one for one in written if one.phase == "forward"],
-        "forward again, for jax.checkpoint": [one for one in written if one.phase != "forward" and one.recomputed],
-        "backward": [one for one in written if one.phase != "forward" and not one.recomputed],
-    }
     rows: list[Row] = []
-    for title, ones in parts.items():
-        if ones:
-            rows += [Row((title,), "title"), *_rows(it, ones), _total(it, ones)]
-    if it.unwritten and it.written is None:
-        rows += [Row(("compiled",), "title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
-    elif it.unwritten and it.compiled is None:
-        rows += [Row(("the compiler's plan",), "loud title"), *_rows(it, it.unwritten), _total(it, it.unwritten)]
-    elif it.unwritten:
-        rows += [Row(("NOBODY WROTE",), "loud title"), *_rows(it, it.unwritten, "loud"), _total(it, it.unwritten)]
+    for title, ones in by_part(written).items():
+        rows += _section(title, [*_rows(it, ones), _total(it, ones)])
+    if it.unwritten:
+        nobody = it.written is not None and it.compiled is not None
+        title = "NOBODY WROTE" if nobody else "compiled" if it.written is None else "the compiler's plan"
+        ones = [*_rows(it, it.unwritten, "loud" if nobody else ""), _total(it, it.unwritten)]
+        rows += _section(title, ones, "title" if it.written is None else "loud title")
     elif it.compiled is not None and written:
-        rows += _section("nobody wrote", ["nothing: every compiled collective belongs to a written one"])
+        rows += _section("nobody wrote", _said(["nothing: every compiled collective belongs to a written one"]))
     if len(by_axis := it.by_axis()) > 1 or it.unwritten or it.between_processes:
         most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
-        rows += [Row(("by axis",), "title"), *(_sum(it, ones, axes) for axes, ones in most)]
-        rows.append(_total(it, it.collectives))
-        rows += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
-    rows += _hinted(it)
-    rows += _section("left to the compiler", left_text(it.left)) if it.left else []
+        sums = [*(_sum(it, ones, axes) for axes, ones in most), _total(it, it.collectives)]
+        sums += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
+        rows += _section("by axis", sums)
+    hinted = (Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints)
+    rows += _section("sums that may wait", hinted)
+    rows += _section("left to the compiler", _said(left_text(it.left)))
     rows += [] if it.written is None else _around(it.written, it.compiled is not None, it.plan is not None)
     return Table(rows, _HEAD, right=(2, 3, 4), below=(5, 6), indent=2)
 
 
-def _hinted(it: Explanation) -> list[Row]:
-    """The sums that may wait."""
-    title = [Row(("sums that may wait",), "title")] if it.hints else []
-    return [
-        *title,
-        *(Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints),
-    ]
+def _section(title: str, rows: Iterable[Row], style: str = "title") -> list[Row]:
+    """Rows under a title; nothing where there are none."""
+    found = [Row((title,), style), *rows]
+    return found[1:] and found
 
 
-def _section(title: str, lines: Iterable[str]) -> list[Row]:
-    return [Row((title,), "title"), *(Row((line,)) for line in dict.fromkeys(lines))]
+def _said(lines: Iterable[str]) -> list[Row]:
+    return [Row((line,)) for line in dict.fromkeys(lines)]
 
 
 def _rows(it: Explanation, ones: Iterable[Communication], style: str = "") -> list[Row]:
     """A verb on a pytree, or the same line in each layer, is one row."""
-    alike: dict[Any, list[Communication]] = {}
-    for one in ones:
-        key = (one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch)
-        alike.setdefault((*key, one.note), []).append(one)
-    return [_row(it, ones, style) for ones in alike.values()]
+
+    def same(one: Communication) -> Any:
+        key = one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch
+        return *key, one.note
+
+    return [_row(it, alike, style) for alike in grouped(ones, same).values()]
 
 
 def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
@@ -302,30 +243,26 @@ def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str
 def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
     """Return what is moved to enter kernels, the islands in them, what is meant per shard, and the layouts asked of the
     compiler."""
-    rows: list[Row] = []
     boundary = [one for one in written.boundary if not (planned and one.text.startswith("reshard:"))]  # the plan has it
     known = [one for one in boundary if one.source is not None]
-    moved = [
-        "  ".join(filter(None, (one.where, moved_text(one))))
-        + (f", {bytes_text(one.bytes * one.count)}" if one.bytes else "" if one.bytes is None else ", nothing is sent")
-        + (one.note and f"; {one.note}")
-        for one in known
-    ]
+    moved = list(map(_moved, known))
     if blank := len(boundary) - len(known):
         plural = "s that say" if blank > 1 else " that says"
         moved.append(f"{blank} argument{plural} no sharding: taken to lie as the kernel wants")
-    if known or (moved and not compiled):
-        rows += _section("moved to enter a kernel", moved)
-    if written.islands:
-        inside = {True: " (not looked into)", False: " (looked into)"}
-        rows += _section("islands", [f"{one.where}  {one.text}{inside[one.opaque]}" for one in written.islands])
-    if written.per_shard:
-        where = {True: " (here on whole arrays)", False: ""}
-        rows += _section("meant per shard", [f"{one.where}  {one.why}{where[one.whole]}" for one in written.per_shard])
-    if written.constraints and not compiled:
-        lines = [f"{one.where}  {one.text}" for one in written.constraints]
-        rows += _section("layouts asked of the compiler", lines)
-    return rows
+    islands = (f"{one.where}  {one.text} ({'not ' * one.opaque}looked into)" for one in written.islands)
+    meant = (f"{one.where}  {one.why}{' (here on whole arrays)' * one.whole}" for one in written.per_shard)
+    asked = (f"{one.where}  {one.text}" for one in written.constraints if not compiled)
+    return [
+        *_section("moved to enter a kernel", _said(moved if known or not compiled else ())),
+        *_section("islands", _said(islands)),
+        *_section("meant per shard", _said(meant)),
+        *_section("layouts asked of the compiler", _said(asked)),
+    ]
+
+
+def _moved(one: Boundary) -> str:
+    sent = ", nothing is sent" if one.bytes == 0 else f", {bytes_text(one.bytes * one.count)}" if one.bytes else ""
+    return "  ".join(filter(None, (one.where, moved_text(one)))) + sent + (one.note and f"; {one.note}")
 
 
 # -------------------- what it costs
@@ -333,33 +270,30 @@ def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
 
 def _costs(it: Explanation) -> Table:
     """Memory, time, and what is not known: names, numbers, and what these are made of."""
-    rows: list[Row] = []
-    if it.memory is not None:
-        rows += [Row(("memory per device",), "title"), *_memory_rows(it.memory, it.hardware)]
+    memory = [] if it.memory is None else _memory_rows(it.memory, it.hardware)
+    rows = _section("memory per device", memory)
     if it.time is not None and it.hardware is not None and it.written is not None:
-        rows += [Row((f"time on {it.time.hardware}",), "title"), *_time_rows(it.time, it.hardware, it.written)]
-    if it.written is not None and it.written.windows:
-        rows += [Row(("meanwhile",), "title"), *_window_rows(it.written, it.hardware)]
-    if notes := [*it.missing, *([] if it.exact else [_LOOSE])]:
-        rows += _section("not known", notes)
+        rows += _section(f"time on {it.time.hardware}", _time_rows(it.time, it.hardware, it.written))
+    rows += _section("meanwhile", [] if it.written is None else _window_rows(it.written, it.hardware))
+    rows += _section("not known", _said([*it.missing, *([] if it.exact else [_LOOSE])]))
     return Table(rows, right=(1,), below=(2,), indent=2)
 
 
 def _memory_rows(memory: Memory, machine: Hardware | None) -> list[Row]:
     estimated = memory.temporaries is None and memory.estimated is not None
     temporaries, total = (memory.estimated, memory.peak) if estimated else (memory.temporaries, memory.total)
-    parts = [("arguments", memory.arguments), ("outputs", memory.outputs), ("temporaries", temporaries)]
     kernels = memory.opened not in (None, memory.estimated)
     without = f"{bytes_text(memory.opened or 0)} without kernels, " if kernels else ""
-    unfused = f"estimated; {without}{bytes_text(memory.unfused or 0)} if nothing is fused"
-    remarks = {"temporaries": unfused} if estimated else {}
-    rows = [Row((name, bytes_text(size), remarks.get(name, ""))) for name, size in parts if size is not None]
-    if memory.aliased:
-        rows.append(Row(("donated", bytes_text(memory.aliased), "of the outputs lie in arguments")))
-    share = ""
-    if machine is not None:
-        share = f"{_share(total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
-    return [*rows, Row(("about" if estimated else "together", bytes_text(total), share))]
+    unfused = f"estimated; {without}{bytes_text(memory.unfused or 0)} if nothing is fused" if estimated else ""
+    share = "" if machine is None else f"{_share(total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
+    rows = [
+        ("arguments", memory.arguments, ""),
+        ("outputs", memory.outputs, ""),
+        ("temporaries", temporaries, unfused),
+        ("donated", memory.aliased or None, "of the outputs lie in arguments"),
+        ("about" if estimated else "together", total, share),
+    ]
+    return [Row((name, bytes_text(size), text)) for name, size, text in rows if size is not None]
 
 
 def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
@@ -395,15 +329,14 @@ def _window_rows(written: Written, machine: Hardware | None) -> list[Row]:
     rows = []
     for one in written.windows:
         sent = [written.collectives[i] for i in one.collectives]
-        each = ", ".join(f"{c.kind} {axes_text(c.axes)} {bytes_text(c.bytes * c.count)}" for c in sent) or "nothing"
-        computed, flops = ", ".join(f"{si_text(n, 'FLOP')} {dtype}" for dtype, n in one.flops.items()), one.flops
-        text, share = f"{each} beside {computed or 'no products'}", ""
+        each = ", ".join(f"{c.kind} {axes_text(c.axes)} {bytes_text(c.total_bytes)}" for c in sent) or "nothing"
+        computed = ", ".join(f"{si_text(n, 'FLOP')} {dtype}" for dtype, n in one.flops.items()) or "no products"
+        text, share = f"{each} beside {computed}", ""
         if machine is not None:
             sends = sum(c.count * machine.collective_seconds(c.kind, c.bytes, c.axes, written.mesh) for c in sent)
-            takes = sum(n / machine.peak(dtype) for dtype, n in flops.items())
+            takes = sum(n / machine.peak(dtype) for dtype, n in one.flops.items())
             share = _share(min(takes, sends), sends) if sends else ""
-            beside = f"{computed or 'no products'}, {seconds_text(takes)}"
-            text = f"of {seconds_text(sends)} is covered: {each}; beside it {beside}"
+            text = f"of {seconds_text(sends)} is covered: {each}; beside it {computed}, {seconds_text(takes)}"
         rows.append(Row((f"{one.where}, {one.phase}", share, text)))
     return rows
 
@@ -475,24 +408,20 @@ def explain(
     given = None if mesh is None else sizes_for(mesh, "explain(..., mesh=...)")
     program = stage("explain", fn, args, kwargs, mesh)
     check_mesh("explain", meshes_of_jaxpr(program.jaxpr), given)
-    found = program.mesh if program.mesh is not None else mesh
     missing: list[str] = []
     if compiled is True and not program.has_devices:
         rule = "a program is compiled for devices, and this mesh has none."
         raise MeshError(rule, call="explain(..., compiled=True)", advice="compiled=None, or a mesh with devices")
     stats = _compiled(program, compiled, missing)
-    found = program.mesh if found is None else found
+    found = program.mesh  # of some it is known once they are compiled
     sizes = {} if found is None else sizes_for(found, "")
-    # A jitted function is read inside another trace, which shares its body: see `written`.
-    own = hasattr(fn, "lower") and not isinstance(fn, Kernel) and not hasattr(fn, "jaxpr")
-    jaxpr = None if own else program.jaxpr
-    written = None if program.jaxpr is None else read(fn, args, kwargs, mesh, jaxpr=jaxpr, donated=program.donated)
+    written = None if program.jaxpr is None else read(program, sizes)
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
     left = {} if program.jaxpr is None else left_axes(program.jaxpr)
     plan = None
-    if not hasattr(fn, "jaxpr") and (left or _is_compilers(program, found)):
+    if not hasattr(fn, "jaxpr") and (left or _is_compilers(program)):
         from spmd.propagation import propagate  # which reads programs as this room does
 
         try:
@@ -505,7 +434,7 @@ def explain(
         written,
         report,
         memory=memory_of(written, stats),
-        machine=machine,
+        hardware=machine,
         platform=_platform(found) if stats is not None else "",
         missing=missing,
         crossing=crossing(found),
@@ -515,9 +444,9 @@ def explain(
     )
 
 
-def _is_compilers(program: Program, mesh: Any) -> bool:
+def _is_compilers(program: Program) -> bool:
     """Return whether the compiler alone divides a program: it has a mesh, and no `shard_map`."""
-    known = program.jaxpr is not None and isinstance(mesh, Mesh | AbstractMesh)
+    known = program.jaxpr is not None and isinstance(program.mesh, Mesh | AbstractMesh)
     return known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))
 
 

@@ -3,18 +3,20 @@ is smaller."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.lines import gradient_line, is_transposed, line_of
-from spmd._jaxprs.walker import Equation, Role, Variable, axes_of, held, opened, shape_of
+from spmd._jaxprs.lines import gradient_line, is_transposed, line_of, short_line
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, opened, shape_of, walk
 from spmd._text import bytes_text, sent_bytes
+from spmd.inspect._collectives import grouped
+from spmd.language import axes_product
 
 _SUMS = frozenset(("psum", "psum_invariant"))
 # Linear in their first operand, or in each of them.
@@ -54,61 +56,126 @@ class Hint:
         return f"this sum over {along} {runs}, and {why} ({sizes}): {self.advice}"
 
 
-class _Scope(NamedTuple):
-    """A jaxpr that runs: the equation that holds it, and the scope around it."""
+@dataclass(eq=False, slots=True)
+class _Link:
+    """A sum over devices, or what linear operations alone make of it; or the carry of a loop.
 
-    jaxpr: Any
-    times: int = 1
-    eqn: Any = None
-    part: Any = None
-    outer: Any = None
+    Attributes:
+      size: Its bytes.
+      axes: The mesh axes of the sum; none of a carry.
+      carry: To which carry it was added, if to any.
+      rounds: The rounds of the loop that has added it up.
+      uses: How often it is used.
+      next: What a linear operation makes of it.
+    """
 
-    @property
-    def callers(self) -> list[Any]:
-        return [] if self.outer is None else [*self.outer.callers, self.eqn]
+    size: int = 0
+    axes: frozenset[str] = frozenset()
+    carry: _Link | None = None
+    rounds: int = 1
+    uses: int = 0
+    next: _Link | None = None
+
+
+class _Sums(Domain):
+    """The sums of a program, each with what is known where it stands."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, tuple[str, ...], int, int, bool, _Link]] = []
+
+    def constant(self, var: Variable | None, value: Any) -> None:
+        return None
+
+    def join(self, one: Any, other: Any) -> None:
+        return None
+
+    def same(self, one: Any, other: Any) -> bool:
+        return True  # a loop is walked once
+
+    def use(self, links: Sequence[_Link | None]) -> list[None]:
+        """Count uses, and forget what was used."""
+        for one in links:
+            if one is not None:
+                one.uses += 1
+        return [None] * len(links)
+
+    def step(self, eqn: Equation, operands: Sequence[_Link | None]) -> list[_Link | None]:
+        self.use(operands)
+        links = [one for one in operands if one is not None]
+        sums = [one for one in links if one.axes]
+        if len(sums) != 1 or len(eqn.outvars) != 1:
+            return [None] * len(eqn.outvars)
+        adds = eqn.primitive.name in _ADDS and len(links) == 2
+        if adds or _is_linear(eqn, operands, sums[0].axes):
+            carry = next((one for one in links if one is not sums[0]), None)
+            sums[0].next = _Link(_size(eqn.outvars[0]), sums[0].axes, carry)
+        return [sums[0].next]
+
+    def sum(self, eqn: Equation, operands: Sequence[_Link | None]) -> list[_Link | None]:
+        """A sum over devices."""
+        self.use(operands)
+        maps = [one for one in self.callers if one.primitive.name == "shard_map"]
+        sizes = {axis: n for one in maps for axis, n in _compat.made_manual(one).items() if n > 1}
+        axes = tuple(axis for axis in axes_of(eqn) if axis in sizes)
+        if not axes:
+            return [None] * len(eqn.outvars)
+        times = math.prod(one.params.get("length", 1) for one in self.callers)
+        backward = is_transposed(eqn, self.callers)
+        where = short_line(gradient_line(eqn) if backward and not line_of(eqn) else line_of(eqn, self.callers))
+        links = [_Link(_size(out), frozenset(axes)) for out in eqn.outvars]
+        self.found += [(where, axes, axes_product(axes, sizes), times, backward, link) for link in links]
+        return [*links]
+
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[_Link | None]) -> Sequence[None]:
+        return self.use(super().mapped(eqn, part, self.use(operands)))
+
+    def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[_Link | None]) -> Sequence[None]:
+        return super().branches(eqn, parts, self.use(operands))
+
+    def loop(self, eqn: Equation, body: Held, test: Held | None, operands: Sequence[_Link | None]) -> Sequence[Any]:
+        """What a scan only adds up in a carry may be summed behind it."""
+        given: list[Any] = self.use(operands)
+        count = len(body.stacked) - sum(body.stacked)
+        first = len(body.operands) - sum(body.sliced) - count
+        given[first : first + count] = carries = [_Link() for _ in range(count)]
+        outs = super().loop(eqn, body, test, given)
+        found: list[Any] = [None] * len(outs)
+        for i, (out, carry) in enumerate(zip(outs, carries, strict=False)):
+            once = carry.uses == 1 and [*outs].count(out) == 1
+            if out is not None and once and out.carry is carry and out.uses == 0:
+                out.uses, out.next = 1, _Link(out.size, out.axes, rounds=eqn.params["length"])
+                found[i] = out.next
+        return found
+
+
+_Sums.rules = dict.fromkeys(_SUMS, _Sums.sum)
 
 
 def hints_of(jaxpr: Any) -> tuple[Hint, ...]:
     """The hints on a whole program, the dearest first. Equal ones are put together."""
-    found: dict[tuple[Any, ...], list[Hint]] = {}
-    live = _compat.live_jaxpr(opened(jaxpr)[0])
-    for one in _hints(_Scope(live), {}):
-        found.setdefault((one.where, one.kind, one.axes, one.advice), []).append(one)
-    return tuple(sorted(map(_together, found.values()), key=lambda one: one.least - one.bytes))
+    live, sums = _compat.live_jaxpr(opened(jaxpr)[0]), _Sums()
+    sums.use(walk(live, [None] * len(live.invars), sums))
+    cheaper = (one for one in itertools.starmap(_hint, sums.found) if one.least < one.bytes)
+    alike = grouped(cheaper, lambda one: (one.where, one.kind, one.axes, one.advice)).values()
+    return tuple(sorted(map(_together, alike), key=lambda one: one.least - one.bytes))
+
+
+def _hint(where: str, axes: tuple[str, ...], devices: int, times: int, backward: bool, link: _Link) -> Hint:
+    """The hint on a sum, with the least bytes that it becomes while it goes through linear operations alone, and is
+    only added up in loops."""
+    size, least, rounds = link.size, link.size, 1
+    while link.uses == 1 and link.next is not None:
+        link = link.next
+        least, rounds = min(least, link.size), rounds * link.rounds
+    kind = "often" if rounds > 1 else "large"
+    now, then = (sent_bytes("psum", n, devices) * times for n in (size, least))
+    return Hint(where, kind, axes, times, now, then // rounds, _advice(kind, backward, axes))
 
 
 def _together(ones: Sequence[Hint]) -> Hint:
     times, now, least = (sum(getattr(one, name) for one in ones) for name in ("times", "bytes", "least"))
     return replace(ones[0], times=times, bytes=now, least=least)
-
-
-def _hints(scope: _Scope, sizes: dict[str, int]) -> Iterator[Hint]:
-    for eqn in scope.jaxpr.eqns:
-        if eqn.primitive.name in _SUMS:
-            yield from _of_sum(eqn, scope, sizes)
-        inside = {**sizes, **_compat.made_manual(eqn)} if eqn.primitive.name == "shard_map" else sizes
-        for part in held(eqn) if eqn.params else ():
-            if part.role in (Role.CALL, Role.LOOP, Role.BRANCH, Role.MAP):
-                times = scope.times * eqn.params.get("length", 1) if part.role == Role.LOOP else scope.times
-                yield from _hints(_Scope(opened(part.jaxpr)[0], times, eqn, part, scope), inside)
-
-
-def _of_sum(eqn: Equation, scope: _Scope, sizes: dict[str, int]) -> Iterator[Hint]:
-    axes = tuple(axis for axis in axes_of(eqn) if sizes.get(axis, 1) > 1)
-    devices = math.prod(sizes[axis] for axis in axes)
-    if devices < 2:
-        return
-    backward = is_transposed(eqn, scope.callers)
-    for out in eqn.outvars:
-        size = _size(out)
-        least, rounds = _followed(out, scope, frozenset(axes))
-        now = sent_bytes("psum", size, devices) * scope.times
-        then = sent_bytes("psum", least, devices) * scope.times // rounds
-        if then < now:
-            kind = "often" if rounds > 1 else "large"
-            where = gradient_line(eqn) if backward and not line_of(eqn) else line_of(eqn, scope.callers)
-            place = os.path.basename(where.partition(" (")[0])
-            yield Hint(place, kind, axes, scope.times, now, then, _advice(kind, backward, axes))
 
 
 def _advice(kind: str, backward: bool, axes: Sequence[str]) -> str:
@@ -120,58 +187,15 @@ def _advice(kind: str, backward: bool, axes: Sequence[str]) -> str:
     return f"carry what each device has, and spmd.psum it {behind}"
 
 
-def _followed(var: Variable, scope: _Scope, axes: frozenset[str]) -> tuple[int, int]:
-    """The least bytes that a sum becomes while it goes through linear operations alone, and the rounds of the loops in
-    which it is only added up."""
-    least, rounds = _size(var), 1
-    while True:
-        users = [one for one in scope.jaxpr.eqns if any(atom is var for atom in one.invars)]
-        left = [i for i, atom in enumerate(scope.jaxpr.outvars) if atom is var]
-        if len(users) + len(left) != 1:
-            return least, rounds
-        if users:
-            [user] = users
-            if (carry := _added(user, var, scope)) is not None:
-                rounds *= scope.eqn.params["length"]
-                var, scope = scope.eqn.outvars[carry], scope.outer
-                continue
-            if not _is_linear(user, var, axes) or user.primitive.name == "scan":
-                return least, rounds
-            var = user.outvars[0]
-            least = min(least, _size(var))
-        elif scope.part is not None and scope.part.role == Role.CALL:
-            var, scope = scope.eqn.outvars[left[0]], scope.outer
-        else:
-            return least, rounds
-
-
-def _added(eqn: Equation, var: Variable, scope: _Scope) -> int | None:
-    """The carry of a `scan` to which an equation adds a value, if the loop does nothing else with it."""
-    if eqn.primitive.name not in _ADDS or scope.eqn is None or scope.eqn.primitive.name != "scan":
-        return None
-    [other] = [atom for atom in eqn.invars if atom is not var] or [None]
-    body, part = scope.jaxpr, scope.part
-    count = len(part.stacked) - sum(part.stacked)
-    first = len(part.sliced) - sum(part.sliced) - count
-    for i in range(count):
-        carry = body.invars[first + i]
-        uses = sum(atom is carry for one in body.eqns for atom in one.invars)
-        if carry is other and uses == 1 and body.outvars[i] is eqn.outvars[0]:
-            kept = sum(atom is eqn.outvars[0] for one in body.eqns for atom in one.invars)
-            again = sum(atom is eqn.outvars[0] for atom in body.outvars)
-            return i if kept == 0 and again == 1 else None
-    return None
-
-
-def _is_linear(eqn: Equation, var: Variable, axes: frozenset[str]) -> bool:
-    """Return whether a sum may wait until behind an equation: what else it takes is equal along the axes."""
-    if eqn.primitive.name not in _LINEAR or len(eqn.outvars) != 1:
+def _is_linear(eqn: Equation, operands: Sequence[Any], axes: frozenset[str]) -> bool:
+    """Return whether a sum, one of the operands, may wait until behind an equation: what else that takes is equal along
+    the axes."""
+    name, places = eqn.primitive.name, [i for i, one in enumerate(operands) if one is not None]
+    first = name in ("div", "dynamic_slice", "reduce_sum") and places != [0]
+    last = name.startswith("scatter") and places != [len(operands) - 1]
+    if name not in _LINEAR or len(places) > 1 or first or last:
         return False
-    others = [atom for atom in eqn.invars if atom is not var and not isinstance(atom, Literal)]
-    if eqn.primitive.name in ("div", "dynamic_slice", "reduce_sum") and eqn.invars[0] is not var:
-        return False
-    if eqn.primitive.name.startswith("scatter") and eqn.invars[-1] is not var:
-        return False
+    others = [atom for i, atom in enumerate(eqn.invars) if i not in places and not isinstance(atom, Literal)]
     return all(axes.isdisjoint(_compat.varying_type(atom.aval)) for atom in others)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,7 +21,14 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _COMMENT = re.compile(r"/\*.*?\*/")
 _COMPUTATION = re.compile(r"^(ENTRY\s+)?%?([^\s(]+)\s*(\(.*)?\{\s*$")
 _ASSIGN = re.compile(r"^\s*(ROOT\s+)?%?([^\s=]+)\s+=\s+(.*)$")
-_CLOSERS = {"(": ")", "{": "}", "[": "]"}
+# The attributes that name the computations an instruction runs.
+_RUNS = {
+    "while": ("body", "condition"),
+    "conditional": ("branch_computations", "true_computation", "false_computation"),
+    "call": ("to_apply",),
+    "async-start": ("calls",),
+    "fusion": ("calls",),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,7 @@ class Instruction:
         ('%b.1', '{op_name="a, b"}')
         """
         rest = self.attribute_from(key)
-        return None if rest is None else _until(rest, 0, ",")
+        return None if rest is None else rest[: end_of(rest, 0, ",")]
 
     def attribute_from(self, key: str) -> str | None:
         """The text that begins with the value of attribute `key`, to the end of the line, or None.
@@ -113,10 +121,6 @@ class HloModule:
                 return instruction
         raise SpmdError(f"The compiled text uses {name!r} in {computation!r} and does not define it.")
 
-    def type_of(self, computation: str, name: str) -> str:
-        """The printed type of the instruction `name` of `computation`."""
-        return self.named(computation, name).type
-
     def root(self, computation: str) -> Instruction | None:
         """The instruction whose value `computation` returns."""
         return next((one for one in self.computations.get(computation, ()) if one.root), None)
@@ -133,23 +137,11 @@ class HloModule:
 
     def _runs(self, computation: str, instruction: Instruction) -> Iterator[tuple[str, int, bool]]:
         """The computations that `instruction` runs: name, how often, and whether that number is known."""
-        match instruction.opcode:
-            case "while":
-                trips = self._trips(computation, instruction)
-                for name in instruction.called("body"):
-                    yield name, 1 if trips is None else trips, trips is not None
-                for name in instruction.called("condition"):
-                    yield name, 1 if trips is None else trips + 1, trips is not None
-            case "conditional":
-                for key in ("branch_computations", "true_computation", "false_computation"):
-                    for name in instruction.called(key):
-                        yield name, 1, False
-            case "call":
-                for name in instruction.called("to_apply"):
-                    yield name, 1, True
-            case "async-start" | "fusion":
-                for name in instruction.called("calls"):
-                    yield name, 1, True
+        trips = self._trips(computation, instruction) if instruction.opcode == "while" else 1
+        known = trips is not None and instruction.opcode != "conditional"
+        for key in _RUNS.get(instruction.opcode, ()):
+            for name in instruction.called(key):
+                yield name, 1 if trips is None else trips + (key == "condition"), known
 
     def _trips(self, computation: str, loop: Instruction) -> int | None:
         """Return how often `loop` runs its body: as printed, or read off a counter that is compared with a constant.
@@ -248,76 +240,61 @@ def _parse_instruction(line: str) -> Instruction | None:
     if found is None:
         return None
     name, rest = found.group(2), found.group(3)
-    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.find(" ")
+    end = end_of(rest, 1, ")") + 1 if rest.startswith("(") else rest.find(" ")
     kind, rest = rest[:end], rest[end:].lstrip()
     opening = rest.find("(")
     if end <= 0 or opening < 0:
         return None
-    closing = _closing(rest, opening)
+    closing = end_of(rest, opening + 1, ")")
     # Older printers put the type before each name, newer ones only the name.
-    names = (part.split() for part in _split(rest[opening + 1 : closing], ","))
+    names = (part.split() for part in _parts(rest[opening + 1 : closing]))
     operands = tuple(words[-1].lstrip("%") for words in names if words)
     return Instruction(name, kind, rest[:opening].strip(), operands, rest[closing + 1 :], bool(found.group(1)))
 
 
-def _split(text: str, separator: str) -> Iterator[str]:
-    """The parts of `text` between separators outside brackets."""
+def _parts(text: str) -> Iterator[str]:
+    """The parts of `text` between commas outside brackets."""
     at = 0
     while at < len(text):
-        part = _until(text, at, separator)
-        at += len(part) + 1
-        yield part
+        end = end_of(text, at, ",")
+        yield text[at:end]
+        at = end + 1
 
 
-def _closing(text: str, opening: int) -> int:
-    """Return where the bracket at `opening` is closed; strings in double quotes are skipped."""
-    stack, quoted = [], False
-    for at in range(opening, len(text)):
+def end_of(text: str, start: int, stop: str) -> int:
+    """Return where the character `stop` comes first, outside of brackets and strings that begin behind `start`."""
+    depth, quoted = 0, False
+    for at in range(start, len(text)):
         char = text[at]
         if char == '"' and text[at - 1] != "\\":
             quoted = not quoted
         elif quoted:
             continue
-        elif char in _CLOSERS:
-            stack.append(_CLOSERS[char])
-        elif stack and char == stack[-1]:
-            stack.pop()
-            if not stack:
-                return at
+        elif not depth and char == stop:
+            return at
+        else:
+            depth += (char in "([{") - (char in ")]}")
     return len(text)
-
-
-def _until(text: str, start: int, stop: str) -> str:
-    """`text` from `start` up to the next character `stop` outside brackets."""
-    at = start
-    while at < len(text) and text[at] != stop:
-        at = _closing(text, at) + 1 if text[at] in _CLOSERS else at + 1
-    return text[start:at]
 
 
 def _parse_frames(text: str) -> dict[int, tuple[Frame, ...]]:
     """Stack frames by id, innermost line first, from the tables under the module's first line."""
-    names = {key: _table(text, key) for key in ("FileNames", "FunctionNames", "FileLocations", "StackFrames")}
-    files = {key: value.strip('"') for key, value in names["FileNames"].items()}
-    functions = {key: value.strip('"') for key, value in names["FunctionNames"].items()}
+    files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
     lines: dict[int, Frame] = {}
-    for key, value in names["FileLocations"].items():
-        numbers = _numbers(value)
-        lines[key] = Frame(
-            files.get(numbers.get("file_name_id", 0), "?"),
-            numbers.get("line", 0),
-            functions.get(numbers.get("function_name_id", 0), "?"),
-        )
-    links = {key: _numbers(value) for key, value in names["StackFrames"].items()}
+    for key, value in _table(text, "FileLocations").items():
+        at = _numbers(value)
+        file, function = files.get(at["file_name_id"], "?"), functions.get(at["function_name_id"], "?")
+        lines[key] = Frame(file, at["line"], function)
+    links = {key: _numbers(value) for key, value in _table(text, "StackFrames").items()}
     # Today's printer writes parents one too high (the outermost frame, 1, says parent 1). A printer that
     # writes them as they are would say 0 there, and is read as such.
-    shift = 1 if links.get(1, {}).get("parent_frame_id", 0) == 1 else 0
+    shift = int(1 in links and links[1]["parent_frame_id"] == 1)
     stacks: dict[int, tuple[Frame, ...]] = {}
     for key in links:
-        stack, at = [], key
-        while at in links and len(stack) < len(links):
-            stack.append(lines.get(links[at].get("file_location_id", 0), Frame("?", 0, "?")))
-            at = links[at].get("parent_frame_id", 0) - shift
+        stack, one = [], key
+        while one in links and len(stack) < len(links):
+            stack.append(lines.get(links[one]["file_location_id"], Frame("?", 0, "?")))
+            one = links[one]["parent_frame_id"] - shift
         stacks[key] = tuple(stack)
     return stacks
 
@@ -325,11 +302,11 @@ def _parse_frames(text: str) -> dict[int, tuple[Frame, ...]]:
 def _table(text: str, title: str) -> dict[int, str]:
     found = re.search(rf"^{title}\n((?:\d+ .*\n)*)", text, re.MULTILINE)
     rows = found.group(1).splitlines() if found else []
-    return {int(key): value for key, value in (row.split(" ", 1) for row in rows)}
+    return {int(key): value.strip('"') for key, value in (row.split(" ", 1) for row in rows)}
 
 
-def _numbers(text: str) -> dict[str, int]:
-    return {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)}
+def _numbers(text: str) -> Counter[str]:
+    return Counter({key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", text)})
 
 
 # -------------------- shapes
@@ -341,11 +318,8 @@ def parse_shapes(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     >>> parse_shapes("(f32[8,16]{1,0}, /*index=1*/bf16[], u32[])")
     (('f32', (8, 16)), ('bf16', ()), ('u32', ()))
     """
-    found = []
-    for dtype, dims in _SHAPE.findall(_COMMENT.sub("", text)):
-        sizes = tuple(int(d.strip().removeprefix("<=")) for d in dims.split(",") if d.strip())
-        found.append((dtype, sizes))
-    return tuple(found)
+    found = _SHAPE.findall(_COMMENT.sub("", text))
+    return tuple((dtype, tuple(map(int, re.findall(r"\d+", dims)))) for dtype, dims in found)
 
 
 def shape_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
+import itertools
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from spmd._jaxprs.walker import Equation, held, opened
 from spmd.checker._claims import arguments_of
 from spmd.checker._finding import Finding
 from spmd.checker._state import State
+from spmd.inspect._collectives import grouped
 from spmd.inspect._listing import Source, SourceBlock, SourceLine, Value
 from spmd.inspect._recorded import Labels, Path, inferred_text, record
 from spmd.inspect._syntax import Function, Slot, Texts, parameters, returned, slots
@@ -115,20 +117,10 @@ class Scope:
         outs = list(map(id, self.jaxpr.outvars))
         if self.outer is None or len(outs) != len(self.callers[-1].outvars):
             return frozenset(outs)
-        return frozenset(
-            var for var, out in zip(outs, self.callers[-1].outvars, strict=True) if self.outer.wants(id(out))
-        )
+        wanted = (self.outer.needs(id(out), frozenset(), False) for out in self.callers[-1].outvars)
+        return frozenset(itertools.compress(outs, wanted))
 
-    def wants(self, var: int) -> bool:
-        """Return whether a value is not for a backward pass only."""
-        users = self.users.get(var)
-        if users is None:  # it is given away, or nobody wants it
-            return var in self.results or all(id(atom) != var for atom in self.jaxpr.outvars)
-        return var in self.results or any(
-            not (one.backward or self.keeps(one)) for one in map(self.steps.__getitem__, users)
-        )
-
-    def needs(self, var: int, inside: set[int], backward: bool) -> bool:
+    def needs(self, var: int, inside: Collection[int], backward: bool) -> bool:
         """Return whether something besides the steps `inside` uses a value: with `backward`, in a backward pass too."""
         if var in self.results:
             return True
@@ -174,13 +166,10 @@ class Program:
         self._bodies: dict[Function, list[Scope]] = {}
         self._scopes: list[Scope] = []
         self._enter(Scope(opened(jaxpr)[0]), ())
-        found: dict[Function, list[Occurrence]] = {function: [] for function in self._bodies}
-        for step in self._steps():
-            for function, occurrence in self._places(step):
-                found.setdefault(function, []).append(occurrence)
+        placed = grouped((place for step in self._steps() for place in self._places(step)), lambda place: place[0])
         self.made = {
-            function: (_by_line if function.node is None else self._by_name)(function, occurrences)
-            for function, occurrences in found.items()
+            function: (_by_line if function.node is None else self._by_name)(function, [one for _, one in places])
+            for function, places in (dict.fromkeys(self._bodies, ()) | placed).items()
         }
         if not any(self.made.values()):  # nobody knows where it was written
             self.made = {Function(name, "", 0): _numbered(self._steps())}
@@ -320,10 +309,9 @@ def _own(frames: Sequence[Frame], around: Sequence[Frame], jaxpr: Any) -> Sequen
 
 def _values(occurrences: Sequence[Occurrence]) -> list[list[Output]]:
     """The results of an expression that something outside of it uses, each time that it is evaluated."""
-    groups: dict[tuple[int, tuple[Frame, ...]], dict[int, Step]] = {}
-    for step, _, around in occurrences:
-        groups.setdefault((id(step.scope), around), {})[step.index] = step
-    together = [[step for _, step in sorted(group.items())] for group in groups.values()]
+    evaluated = grouped(occurrences, lambda one: (id(one.step.scope), one.around)).values()
+    numbered = ({one.step.index: one.step for one in ones} for ones in evaluated)
+    together = [[steps[index] for index in sorted(steps)] for steps in numbered]
     if any(one.at.differentiates or one.step.backward for one in occurrences):
         return [_used(_with_backward(steps), backward=True) for steps in together]
     if any(map(_is_differentiated, together)):  # JAX has moved equations
@@ -403,25 +391,21 @@ def _apart(names: Sequence[str], live: Sequence[Output]) -> list[list[Output]] |
 
 def _by_line(function: Function, occurrences: Sequence[Occurrence]) -> Made:
     """For each line the primitives that give a value, in place of names."""
-    made: Made = {}
-    for number in sorted({one.at.span[0] for one in occurrences}):
-        for live in _values([one for one in occurrences if one.at.span[0] == number]):
-            for output in live:
-                _put_primitive(made, number, output)
-    return made
+    lines = grouped(occurrences, lambda one: one.at.span[0])
+    return _primitives(
+        (n, step, step.layouts[i]) for n in sorted(lines) for live in _values(lines[n]) for step, i in live
+    )
 
 
 def _numbered(steps: Iterator[Step]) -> Made:
     """The same for a program without a text: equations are numbered in the order of the program."""
+    known = enumerate((one for one in steps if any(one.layouts)), start=1)
+    return _primitives((number, step, layout) for number, step in known for layout in step.layouts)
+
+
+def _primitives(found: Iterable[tuple[int, Step, str | None]]) -> Made:
     made: Made = {}
-    for number, step in enumerate((one for one in steps if any(one.layouts)), start=1):
-        for i in range(len(step.layouts)):
-            _put_primitive(made, number, (step, i))
+    for number, step, layout in found:
+        if layout is not None:
+            made.setdefault(number, {}).setdefault((step.eqn.primitive.name, 0), {})[layout] = None
     return made
-
-
-def _put_primitive(made: Made, number: int, output: Output) -> None:
-    step, i = output
-    layout = step.layouts[i]
-    if layout is not None:
-        made.setdefault(number, {}).setdefault((step.eqn.primitive.name, 0), {})[layout] = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from spmd._jaxprs.lines import short_file
-from spmd._text import Line, Row, Table, html_page, plain, rich_lines, shown_width, wrapped
+from spmd._text import Line, Row, Table, html_page, wrapped
 from spmd.checker._finding import Finding
+from spmd.inspect._reports import Report
 
 _HEAD = ("source", "layouts")  # as HTML and a style sheet know the columns
 _INDENT = 2  # spaces before each line; a finding has its mark there
@@ -74,7 +74,7 @@ class SourceBlock:
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(Report):
     """The source of a program with the layout of each value; made by `spmd.check(...).source()`.
 
     Printing it shows the text. In a notebook it is a table.
@@ -90,26 +90,19 @@ class Source:
     def text(self, width: int | None = None) -> str:
         """The source, with what was found on lines of `width`, by default the terminal's. Layouts that do not fit
         beside a line of the program stand below it."""
-        return plain(_lines(self, shown_width(width)))
-
-    def __str__(self) -> str:
-        return self.text()
+        return self._text(width)
 
     def _repr_html_(self) -> str:
         return html_page(_heading(self), [_table(block) for block in self.blocks])
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from rich_lines(_lines(self, options.max_width))
+    def _lines(self, width: int) -> list[Line]:
+        tables = [_table(block, "# ", width).lines() for block in self.blocks]
+        return [[(_heading(self), "bold")], *(line for table in tables for line in table)]
 
 
 def _heading(source: Source) -> str:
     mesh = " ".join(f"{axis}={size}" for axis, size in source.mesh.items())
     return f"mesh {mesh}" if mesh else "the trace ended before its end" if source.blocks else "no kernel, no shard_map"
-
-
-def _lines(source: Source, width: int) -> list[Line]:
-    tables = [_table(block, "# ", width).lines() for block in source.blocks]
-    return [[(_heading(source), "bold")], *(line for table in tables for line in table)]
 
 
 def _table(block: SourceBlock, mark: str = "", width: int | None = None) -> Table:

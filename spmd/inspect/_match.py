@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +13,18 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import short_line
 from spmd._text import bytes_text, sent_bytes
-from spmd.inspect._collectives import Collective
+from spmd.inspect._collectives import Collective, grouped
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
+from spmd.inspect._reports import fields_of
 
 if TYPE_CHECKING:
     from spmd.propagation import Move, Propagation
 
 # The end of the names of what is moved to enter a kernel or to satisfy a constraint, not for an operation.
 _PLACED = ("shard_map", "sharding_constraint", "reshard", "device_put")
+_WRITTEN = tuple(one.name for one in fields(WrittenCollective))
 _NOT_PLAIN = ("compiled", "sent", "primitive")  # of a communication
 
 
@@ -54,8 +56,8 @@ class Communication(WrittenCollective):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        plain = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _NOT_PLAIN}
-        return {**plain, "axes": list(self.axes), "shape": list(self.shape), "total_bytes": self.sent}
+        names = (one.name for one in fields(self) if one.name not in _NOT_PLAIN)
+        return fields_of(self, *names, "total_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +102,7 @@ def _pieces(one: Collective) -> list[_Piece]:
     return [_Piece(one, (operand,), (name,)) for operand, name in zip(one.operands, names, strict=True)]
 
 
-def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
+def _laid_out(piece: _Piece, said: Sequence[_Wanted]) -> list[_Piece]:
     """The parts of an operand that XLA put together from several arrays, end to end; else the piece itself.
 
     XLA for GPUs does so with all-reduces. The names are those of the parts, or all have the same one.
@@ -109,11 +111,11 @@ def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
       piece: The operand.
       said: The written collectives that its names say.
     """
-    same = [group for group in said if (group.row.kind, group.row.axes) == (piece.of.kind, piece.of.axes)]
-    if piece.of.kind == "all_to_all" or any(group.elements == piece.elements for group in same):
+    same = [one for one in said if (one.row.kind, one.row.axes) == (piece.of.kind, piece.of.axes)]
+    if piece.of.kind == "all_to_all" or any(one.elements == piece.elements for one in same):
         return [piece]
     dtype = piece.operands[0][0]
-    missing = {id(group): group.missing // piece.of.count for group in same}
+    missing = {id(one): one.missing // piece.of.count for one in same}
     parts: list[_Piece] = []
     strange, left = [], piece.elements
     names = names_of_parts(piece.of.op_name)
@@ -121,13 +123,13 @@ def _laid_out(piece: _Piece, said: Sequence[_Group]) -> list[_Piece]:
         part = _Piece(piece.of, (), (name,))
         wanting = [one for one in same if missing[id(one)] > 0 and _says(part, one.row)]
         # The text of a call says more than the primitive and the line of a raw one.
-        group = min(wanting, key=lambda one: not isinstance(one.row.text, CallName), default=None)
-        if group is None:
+        taken = min(wanting, key=lambda one: not isinstance(one.row.text, CallName), default=None)
+        if taken is None:
             strange.append(name)
-        elif left >= group.elements:
-            missing[id(group)] -= 1
-            left -= group.elements
-            parts.append(replace(part, operands=((dtype, group.row.shape),)))
+        elif left >= taken.elements:
+            missing[id(taken)] -= 1
+            left -= taken.elements
+            parts.append(replace(part, operands=((dtype, taken.row.shape),)))
     if left and strange and parts:  # the compiler's own among them
         return [*parts, _Piece(piece.of, ((dtype, (left,)),), tuple(strange))]
     return [piece] if left else parts
@@ -142,107 +144,78 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
     """
     rows = () if written is None else written.collectives
     if compiled is None:
-        return tuple(_joined(row, None) for row in rows)
-    groups = _groups(rows)
+        return tuple(Communication(**_alike_fields(row), sent=row.total_bytes) for row in rows)
+    wanted = [_Wanted(row, row.count) for row in rows]
+    alike = grouped(wanted, _same).values()  # those that only their place tells apart, as of equal layers
     rest: list[_Piece] = []
     pieces = [piece for one in compiled for piece in _pieces(one)]
-    # First those that know their line, then the others, those that run most often first: they fit in the fewest places.
-    for whole in sorted(pieces, key=lambda piece: (not piece.where, not piece.where and -piece.of.count)):
-        said = [group for group in groups if _says(whole, group.row)]
-        for piece in _laid_out(whole, said):
-            candidates = said if piece is whole else [group for group in said if _says(piece, group.row)]
+    # First those that know their line. Those that run most often fit in the fewest places.
+    for whole in sorted(pieces, key=lambda piece: (not piece.where, -piece.of.count)):
+        said = [group for group in alike if _says(whole, group[0].row)]
+        for piece in _laid_out(whole, [one for group in said for one in group]):
+            candidates = said if piece is whole else [group for group in said if _says(piece, group[0].row)]
             if not piece.named:  # the name of what XLA combined is that of one of them
-                candidates = [group for group in candidates if group.row.shape == piece.shape and group.missing > 0]
+                candidates = [group for group in candidates if group[0].row.shape == piece.shape and _is_open(group)]
             _claim(piece, candidates, rest)
     pieces, rest = rest, []
-    written_in = {id(piece.of) for group in groups for piece in group.pieces}
+    written_in = {id(piece.of) for one in wanted for piece in one.pieces}
     for piece in pieces:  # what has lost its name goes to what is left of its kind, axes and size
         placed = _ends(piece.of.op_name) in _PLACED and id(piece.of) not in written_in
-        alike = () if placed else (group for group in groups if group.missing > 0 and _alike(piece, group.row))
-        _claim(piece, list(alike), rest)
-    taken = {place: pieces for group in groups for place, pieces in group.placed().items()}
-    joined = [_joined(row, taken.get(i) or _gone(i, rows, taken)) for i, row in enumerate(rows)]
-    strangers: dict[int, list[_Piece]] = {}
-    for piece in rest:
-        strangers.setdefault(id(piece.of), []).append(piece)
-    return (*joined, *(_unwritten(parts, written) for parts in strangers.values()))
+        _claim(piece, [one for one in alike if not placed and _is_open(one) and _alike(piece, one[0].row)], rest)
+    joined = [_joined(one.row, one.pieces, wanted) for one in wanted]
+    strangers = grouped(rest, lambda piece: id(piece.of)).values()
+    return (*joined, *(_unwritten(parts, written) for parts in strangers))
 
 
-@dataclass
-class _Group:
-    """Written collectives that only their place in the program tells apart, such as those of equal layers.
+@dataclass(eq=False)
+class _Wanted:
+    """A written collective, how many of its runs were not found so far, and the pieces that were."""
 
-    Attributes:
-      rows: All that is written.
-      places: Which of them these are.
-      pieces: What was found of them.
-      missing: How many runs of them were not found so far.
-    """
-
-    rows: Sequence[WrittenCollective]
-    places: list[int] = field(default_factory=list)
+    row: WrittenCollective
+    missing: int
     pieces: list[_Piece] = field(default_factory=list)
-    missing: int = 0
-
-    @property
-    def row(self) -> WrittenCollective:
-        return self.rows[self.places[0]]
 
     @property
     def elements(self) -> int:
         return math.prod(self.row.shape)
 
-    def add(self, place: int) -> None:
-        self.places.append(place)
-        self.missing += self.rows[place].count
 
-    def take(self, piece: _Piece) -> None:
-        self.pieces.append(piece)
-        self.missing -= piece.of.count
-
-    def placed(self) -> dict[int, list[_Piece]]:
-        """The pieces of each, those that run most often first: each goes to the first that wants all its runs, else to
-        the first that wants any, else to the first of all."""
-        wants = {place: self.rows[place].count for place in self.places}
-        found: dict[int, list[_Piece]] = {}
-        for piece in sorted(self.pieces, key=lambda piece: -piece.of.count):
-            open_ = (place for least in (piece.of.count, 1) for place, left in wants.items() if left >= least)
-            place = next(open_, self.places[0])
-            found.setdefault(place, []).append(piece)
-            wants[place] -= piece.of.count
-        return found
+def _same(one: _Wanted) -> Any:
+    row = one.row
+    return row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive
 
 
-def _groups(rows: Sequence[WrittenCollective]) -> list[_Group]:
-    found: dict[Any, _Group] = {}
-    for place, row in enumerate(rows):
-        key = (row.text, row.where, row.phase, row.kind, row.axes, row.shape, row.primitive)
-        found.setdefault(key, _Group(rows)).add(place)
-    return list(found.values())
+def _is_open(alike: Sequence[_Wanted]) -> bool:
+    return any(one.missing > 0 for one in alike)
 
 
-def _claim(piece: _Piece, candidates: Sequence[_Group], rest: list[_Piece]) -> None:
-    """Give `piece` to the best of the candidates, one that has nothing yet if possible."""
+def _claim(piece: _Piece, groups: Sequence[Sequence[_Wanted]], rest: list[_Piece]) -> None:
+    """Give `piece` to the best of the candidates: of each group the first that wants all its runs, else the first that
+    wants any, else the first."""
+    count = piece.of.count
+    candidates = [next((one for n in (count, 1) for one in alike if one.missing >= n), alike[0]) for alike in groups]
     if not candidates:
         rest.append(piece)
         return
     backward = any(_compat.BACKWARD in name for name in piece.names)
 
-    def fits(group: _Group) -> tuple[int, bool, bool]:
-        row = group.row
+    def fits(one: _Wanted) -> tuple[int, bool, bool]:
+        row = one.row
         alike = sum(
             (
                 row.where == piece.where,
                 (row.phase == "backward") == backward,
                 row.kind == piece.of.kind,
-                math.prod(row.shape) == piece.elements,
+                one.elements == piece.elements,
                 row.shape == piece.shape,
-                group.missing > 0,
+                one.missing > 0,
             )
         )
-        return alike, row.axes == piece.of.axes, group.missing >= piece.of.count
+        return alike, row.axes == piece.of.axes, one.missing >= count
 
-    max(candidates, key=fits).take(piece)
+    best = max(candidates, key=fits)
+    best.pieces.append(piece)
+    best.missing -= count
 
 
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
@@ -268,12 +241,11 @@ def _related(row: WrittenCollective, one: Collective) -> bool:
     return not row.axes or not one.axes or set(one.axes) <= set(row.axes)
 
 
-def _gone(at: int, rows: Sequence[WrittenCollective], taken: Mapping[int, Any]) -> str:
+def _gone(row: WrittenCollective, wanted: Sequence[_Wanted]) -> str:
     """Return what to say of a written collective that the compiled program does not have. Another one of the same call
     and size may serve for this one too. If it is of another call, that is not known."""
     alike = lambda one: (one.kind, one.axes, one.shape, one.dtype) == (row.kind, row.axes, row.shape, row.dtype)
-    row = rows[at]
-    twins = [one.text for i, one in enumerate(rows) if i in taken and alike(one)]
+    twins = [one.row.text for one in wanted if one.pieces and alike(one.row)]
     if row.text in twins:
         return "the compiler merged it with an equal one"
     return f"the compiler removed it{', or merged it with an equal one' if twins else ''}"
@@ -286,25 +258,22 @@ def _ends(name: str) -> str:
 # -------------------- one row
 
 
-def _joined(row: WrittenCollective, found: Sequence[_Piece] | str | None) -> Communication:
-    """A written collective with its compiled pieces, with a note if there are none, or with None if not compiled."""
-    pieces = () if found is None or isinstance(found, str) else found
+def _joined(row: WrittenCollective, pieces: Sequence[_Piece], wanted: Sequence[_Wanted]) -> Communication:
+    """A written collective with its compiled pieces."""
+    if not pieces:
+        return Communication(**_alike_fields(row), runs=0, note=_gone(row, wanted))
     known = row.branch and row.exact  # the compiled program counts each branch as taken
-    runs = None if found is None else row.count if known and pieces else sum(piece.of.count for piece in pieces)
-    note = found if isinstance(found, str) else _note(row, pieces, runs or 0) if pieces else ""
-    if runs is None:
-        sent = row.total_bytes
-    elif all(_as_written(piece, row) for piece in pieces):
+    runs = row.count if known else sum(piece.of.count for piece in pieces)
+    sent = sum(piece.bytes * piece.of.count for piece in pieces)
+    if all(_as_written(piece, row) for piece in pieces):
         sent = row.bytes * runs  # in the dtype that was written: a CPU sums bfloat16 in float32
-    else:
-        sent = sum(piece.bytes * piece.of.count for piece in pieces)
-    return Communication(
-        **{one.name: getattr(row, one.name) for one in fields(row)},
-        runs=runs,
-        compiled=tuple({id(piece.of): piece.of for piece in pieces}.values()),
-        note=note,
-        sent=sent,
-    )
+    done = tuple({id(piece.of): piece.of for piece in pieces}.values())
+    return Communication(**_alike_fields(row), runs=runs, compiled=done, note=_note(row, pieces, runs), sent=sent)
+
+
+def _alike_fields(one: Any) -> dict[str, Any]:
+    """What a collective of any view has of a written one, by the names of the fields."""
+    return {name: getattr(one, name) for name in _WRITTEN if hasattr(one, name)}
 
 
 def _as_written(piece: _Piece, row: WrittenCollective) -> bool:
@@ -331,24 +300,16 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
     own = _ends(one.op_name) == "custom_partitioning"  # its user's rule wrote this, and no jaxpr has it
     cause = "the partition rule of a custom_partitioning" if own else _cause(one, written)
-    return Communication(
-        kind=one.kind,
-        axes=one.axes,
-        bytes=nbytes,
-        count=one.count,
-        runs=one.count,
-        exact=one.exact,
-        text=cause if whole else "the compiler's own, combined with one that is written",
-        where=one.where,
-        phase="backward" if _compat.BACKWARD in one.op_name else "forward",
-        written=own and whole,
-        dtype=dtype,
-        shape=shape,
-        group_size=one.group_size,
-        compiled=(one,),
-        note="" if one.whole else f"within groups of {one.group_size}",
-        sent=nbytes * one.count,
-    )
+    found = {
+        **_alike_fields(one),
+        "bytes": nbytes,
+        "text": cause if whole else "the compiler's own, combined with one that is written",
+        "phase": "backward" if _compat.BACKWARD in one.op_name else "forward",
+        "dtype": dtype,
+        "shape": shape,
+    }
+    note, sent = "" if one.whole else f"within groups of {one.group_size}", nbytes * one.count
+    return Communication(**found, runs=one.count, written=own and whole, compiled=(one,), note=note, sent=sent)
 
 
 def _cause(one: Collective, written: Written | None) -> str:
@@ -408,27 +369,25 @@ def with_plan(
     if not compiled:
         own = (move for move in plan.moves if left is None or set(left).issuperset(_axes(move)))
         return (*found, *map(_planned, own))
-    rest = list(plan.moves)
-    joined: list[Communication] = []
+    rest, joined = list(plan.moves), list(found)
     for exactly in (True, False):  # those of equal size first
-        joined = []
-        for one in found:
+        for i, one in enumerate(joined):
             moves = [] if one.written or one.note else _like(one, rest, exactly)
-            if not moves:
-                joined.append(one)
-                continue
-            move = moves[0]
-            rest = [other for other in rest if other not in moves]
-            where = short_line(move.where) or one.where
-            asked = one.text.startswith("auto mode, for ")  # a call of the user's says more than its layouts
-            other = "" if exactly else f"; the plan sends {bytes_text(move.bytes)}"
-            note = (f"{move.text}: {move.why}" if asked else move.why) + other
-            text = one.text if asked else move.text
-            more = f"; and {len(moves) - 1} more, combined" if len(moves) > 1 else ""
-            typed = all(one.typed for one in moves)
-            joined.append(replace(one, text=text, where=where, note=note + more, phase=move.phase, written=typed))
-        found = joined
+            if moves:
+                rest = [other for other in rest if other not in moves]
+                joined[i] = _reasoned(one, moves, exactly)
     return tuple(joined)
+
+
+def _reasoned(one: Communication, moves: Sequence[Move], exactly: bool) -> Communication:
+    """A compiled collective with the line and the reason of the moves that it is."""
+    move = moves[0]
+    asked = one.text.startswith("auto mode, for ")  # a call of the user's says more than its layouts
+    note = f"{move.text}: {move.why}" if asked else move.why
+    note += "" if exactly else f"; the plan sends {bytes_text(move.bytes)}"
+    note += f"; and {len(moves) - 1} more, combined" if len(moves) > 1 else ""
+    text, where = one.text if asked else move.text, short_line(move.where) or one.where
+    return replace(one, text=text, where=where, note=note, phase=move.phase, written=all(m.typed for m in moves))
 
 
 def _like(one: Communication, moves: Sequence[Move], exactly: bool) -> list[Move]:
@@ -448,21 +407,11 @@ def _axes(move: Move) -> tuple[str, ...]:
 
 
 def _planned(move: Move) -> Communication:
-    return Communication(
-        kind=move.kind,
-        axes=_axes(move),
-        group_size=move.group_size,
-        bytes=move.bytes,
-        count=move.count,
-        exact=move.exact,
-        text=move.text,
-        where=short_line(move.where),
-        phase=move.phase,
-        recomputed=move.recomputed,
-        branch="a branch" if move.branch else "",
-        dtype=move.dtype,
-        shape=move.raw.type.local_shape(move.raw.source),
-        written=move.typed,
-        note=move.why,
-        sent=move.total_bytes,
-    )
+    found = {
+        **_alike_fields(move),
+        "axes": _axes(move),
+        "where": short_line(move.where),
+        "branch": "a branch" if move.branch else "",
+        "shape": move.raw.type.local_shape(move.raw.source),
+    }
+    return Communication(**found, written=move.typed, note=move.why, sent=move.total_bytes)

@@ -16,6 +16,7 @@ makes that again, from the arguments and the results, which it keeps in place of
 from __future__ import annotations
 
 import contextlib
+import graphlib
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -41,7 +42,7 @@ class Tick:
     Attributes:
       reads: The values that it reads.
       makes: The values that it makes.
-      inside: The ticks of a round of the loop that it is, or of each of its branches.
+      inside: The ticks of a round of the loop that it is, or of each of its branches; of the first tick, all others.
     """
 
     reads: tuple[Node, ...] = ()
@@ -107,11 +108,9 @@ class Peak(Domain):
         self._enters = False  # whether the walk is where arrays enter one
         self._hidden: list[Node] | None = None  # the same where the walk is inside of one
         self._nodes: list[Node] = []
-        self._root = self._now = self._begin = Tick()  # the last: the loop or branch that the walk is in
-        self._frame: list[Tick] = []  # of that loop or branch
+        self._root = self._now = self._begin = Tick(inside=[[]])  # the last: the loop or branch that the walk is in
         self._in_group: dict[Any, Node] = {}  # copies for groups of rows, made there
         self._stacks: dict[Any, Node] = {}  # those of that loop, by what is stacked
-        self._inside = 0  # kernels around the walk
 
     def most(self, jaxpr: Any, in_arguments: Sequence[bool] = ()) -> tuple[int, int]:
         """The most bytes that stand at one time besides the arguments and results, and the same if nothing is fused.
@@ -125,7 +124,7 @@ class Peak(Domain):
         for out, donated in itertools.zip_longest(outs, in_arguments):
             out.returned = True
             out.hosts |= not donated
-        fused, unfused = (_most(self._nodes, self._root, self._frame, fused=fused) for fused in (True, False))
+        fused, unfused = (_most(self._nodes, self._root, fused=fused) for fused in (True, False))
         return fused, max(fused, unfused)
 
     # --- values -------------------------------------------------------------------------------------------
@@ -139,11 +138,12 @@ class Peak(Domain):
     def _made(self, var: Variable, **how: Any) -> Node:
         if self._hidden is not None:
             return self._new(0, results=self._hidden, **how)
-        return self._new(size_bytes(var.aval) if self._inside else self._outside(var), **how)
+        inside = any(one.primitive.name == "shard_map" for one in self.callers)
+        return self._new(size_bytes(var.aval) if inside else self._outside(var), **how)
 
     def _next(self, reads: Iterable[Node]) -> None:
         self._now = Tick(tuple(reads))
-        self._frame.append(self._now)
+        self._begin.inside[-1].append(self._now)
 
     def _read(self, nodes: Iterable[Node]) -> None:
         self._next(nodes)
@@ -154,11 +154,11 @@ class Peak(Domain):
     @contextlib.contextmanager
     def _part(self, tick: Tick) -> Iterator[None]:
         """Make what is walked inside belong to a round of a loop, or to a branch."""
-        outer = self._begin, self._frame, self._in_group, self._stacks
-        self._begin, self._frame, self._in_group, self._stacks = tick, [], {}, {}
-        tick.inside.append(self._frame)
+        outer = self._begin, self._in_group, self._stacks
+        self._begin, self._in_group, self._stacks = tick, {}, {}
+        tick.inside.append([])
         yield
-        (self._begin, self._frame, self._in_group, self._stacks), self._now = outer, tick
+        (self._begin, self._in_group, self._stacks), self._now = outer, tick
 
     def constant(self, var: Variable | None, value: Any) -> Node:
         node = Node(0, self._root, ())  # no equation waits for it
@@ -241,12 +241,6 @@ class Peak(Domain):
                 made.size *= count
         return [*(self._in_group[order, node] for node in operands[:copied]), *operands[copied:]]
 
-    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Node]) -> Sequence[Node]:
-        self._inside += 1
-        outs = super().mapped(eqn, part, operands)
-        self._inside -= 1
-        return outs
-
     def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Node]) -> Sequence[Node]:
         self._read(operands)
         begin = self._now
@@ -322,10 +316,10 @@ def _only_reshapes(eqn: Equation) -> bool:
 # --- what stands at one time ------------------------------------------------------------------------------
 
 
-def _most(nodes: Sequence[Node], root: Tick, ticks: Sequence[Tick], *, fused: bool) -> int:
+def _most(nodes: Sequence[Node], root: Tick, *, fused: bool) -> int:
     """The most bytes that stand at one time. Without `fused` every chain stands, and nothing where an operand lay."""
     standing = _standing(nodes, fused)
-    begins, ends = _times(root, ticks, standing)
+    begins, ends = _times(root, standing)
     made = {node: (ends if node.late else begins)[node.tick] for node in nodes}
     reads = {node: [ends[tick] for tick in node.read_in] for node in nodes}
     chained = dict.fromkeys(nodes, 0)  # when the last chain that computes it again is made
@@ -345,12 +339,11 @@ def _most(nodes: Sequence[Node], root: Tick, ticks: Sequence[Tick], *, fused: bo
     return round(max(itertools.accumulate((size for *_, size in sorted(events)), initial=0.0)))
 
 
-def _times(root: Tick, ticks: Sequence[Tick], standing: set[Node]) -> tuple[dict[Tick, int], dict[Tick, int]]:
+def _times(root: Tick, standing: set[Node]) -> tuple[dict[Tick, int], dict[Tick, int]]:
     """When each equation begins, and when it ends, if kernels run one after another, those first that were ready first.
 
     Args:
-      root: Where the arguments are made.
-      ticks: The equations of the program.
+      root: Where the arguments are made, with the equations of the program.
       standing: The values that stand.
     """
     begins, ends, now = {root: 0}, {root: 0}, 0
@@ -360,12 +353,9 @@ def _times(root: Tick, ticks: Sequence[Tick], standing: set[Node]) -> tuple[dict
         nonlocal now
         here = set(ticks)
         waits = {tick: {node.tick for node in tick.needs if node.tick in here} - {tick} for tick in ticks}
-        users: dict[Tick, list[Tick]] = {tick: [] for tick in ticks}
-        for tick in ticks:
-            for one in waits[tick]:
-                users[one].append(tick)
-        missing = {tick: len(before) for tick, before in waits.items()}
-        ready = deque(tick for tick in ticks if not missing[tick])
+        order = graphlib.TopologicalSorter(waits)
+        order.prepare()
+        ready = deque(order.get_ready())
         while ready:
             tick = ready.popleft()
             stands = (node.sources is None or node in standing for node in tick.makes)
@@ -376,15 +366,13 @@ def _times(root: Tick, ticks: Sequence[Tick], standing: set[Node]) -> tuple[dict
                 run(part)
                 now += 1
             ends[tick] = now
-            for user in users[tick]:
-                missing[user] -= 1
-            found = [user for user in users[tick] if not missing[user]]
+            order.done(tick)
             if kernel:
-                ready.extend(found)
+                ready.extend(order.get_ready())
             else:  # it is a part of those that read it
-                ready.extendleft(reversed(found))
+                ready.extendleft(reversed(order.get_ready()))
 
-    run(ticks)
+    run(root.inside[0])
     return begins, ends
 
 

@@ -9,38 +9,15 @@ from typing import Any, cast
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+import spmd.inspect._blocks as blocks
 from spmd import _compat
 from spmd._text import Line
 from spmd._trees.leaves import kind_of
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
-from spmd.drawing._picture import (
-    Grid,
-    Picture,
-    below,
-    caption,
-    card,
-    flow,
-    grid_box,
-    grid_lines,
-    heading,
-    sentences,
-)
+from spmd.drawing import _picture as draw
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
-from spmd.inspect._blocks import (
-    MOST_DEVICES,
-    Holdings,
-    block_grids,
-    device_grid,
-    facts,
-    is_summary,
-    known_sizes,
-    mesh_grid,
-    no_arrow,
-    of_indices,
-    of_layout,
-    tints,
-)
+from spmd.inspect._blocks import Holdings
 from spmd.inspect._picture_plan import PlanDrawing
 from spmd.language import AxisMapping, Layout
 from spmd.mesh import ambient_mesh, sizes_for
@@ -53,7 +30,7 @@ def visualize(
     layout_or_array_or_plan: Any,
     shape: Any = None,
     mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
-) -> Picture:
+) -> draw.Picture:
     """Draw which device holds which block of an array: `visualize("b/dp s d/tp", (8, 16, 32), mesh)`.
 
     It draws any rank and any layout: dimensions over several axes, composites, partial sums (`sum(0-3)`: the value is
@@ -101,17 +78,17 @@ def visualize(
     """
     what = layout_or_array_or_plan
     if isinstance(what, (str, Layout)):
-        return Picture(_of_holdings(_of_text(what, shape, mesh)))
+        return draw.Picture(_of_holdings(_of_text(what, shape, mesh)))
     if (shape is not None or mesh is not None) and (isinstance(what, Plan) or hasattr(what, "sharding")):
         rule = "An array or a plan has a shape and a mesh of its own. Only a layout is given them."
         raise LayoutError(rule, call=_CALL, fix=Fix("visualize"))
     if isinstance(what, Plan):
-        return Picture(PlanDrawing(what))
+        return draw.Picture(PlanDrawing(what))
     if isinstance(what, Mesh | AbstractMesh):
-        return Picture(_of_mesh(what))
+        return draw.Picture(_of_mesh(what))
     if isinstance(what, jax.core.Tracer):
-        return Picture(_of_tracer(what))
-    return Picture(_of_holdings(_of_array(what)))
+        return draw.Picture(_of_tracer(what))
+    return draw.Picture(_of_holdings(_of_array(what)))
 
 
 @dataclass(frozen=True)
@@ -129,21 +106,21 @@ class _Drawn:
 
     title: str
     about: Sequence[str]
-    grids: Sequence[list[list[Grid]]]
+    grids: Sequence[list[list[draw.Grid]]]
     said: Sequence[str]
     subject: str
     facts: dict[str, Any]
 
     def lines(self, width: int) -> list[Line]:
-        first, *others = [grid_lines(rows, width) for rows in self.grids] or [[]]
-        parts = [heading([self.title, *self.about], width), first, sentences(self.said, width), *others]
+        first, *others = [draw.grid_lines(rows, width) for rows in self.grids] or [[]]
+        parts = [draw.heading([self.title, *self.about], width), first, draw.sentences(self.said, width), *others]
         return [line for part in parts if part for line in ([], *part)][1:]
 
     def svg(self) -> str:
-        parts = [caption(self.title, ["; ".join(filter(None, self.about))])]
-        parts += [flow([grid_box(rows) for rows in self.grids])] if self.grids else []
-        parts += [caption("", self.said)] if self.said else []
-        return card(below(parts, 16), self.subject)
+        parts = [draw.caption(self.title, ["; ".join(filter(None, self.about))])]
+        parts += [draw.flow([draw.grid_box(rows) for rows in self.grids])] if self.grids else []
+        parts += [draw.caption("", self.said)] if self.said else []
+        return draw.card(draw.below(parts, 16), self.subject)
 
     def to_dict(self) -> dict[str, Any]:
         return self.facts
@@ -151,22 +128,22 @@ class _Drawn:
 
 def _of_holdings(held: Holdings) -> _Drawn:
     """The blocks, and the devices of the mesh, if there are few enough to list."""
-    colours = tints(held)
-    devices = [[[mesh_grid(held, colours)]]] if held.mesh and not is_summary(held) else []
-    grids = [block_grids(held, colours), *devices]
+    colours = blocks.tints(held)
+    devices = [[[blocks.mesh_grid(held, colours)]]] if held.mesh and not blocks.is_summary(held) else []
+    grids = [blocks.block_grids(held, colours), *devices]
     about = [held.kind, held.mesh_text if held.mesh else ""]
-    return _Drawn(held.title, about, grids, facts(held), f"{held.title}: which device holds what", held.to_dict())
+    return _Drawn(
+        held.title, about, grids, blocks.facts(held), f"{held.title}: which device holds what", held.to_dict()
+    )
 
 
 def _of_mesh(mesh: Mesh | AbstractMesh) -> _Drawn:
     """Return which device is where, in colours that go along the first axis of several devices."""
-    held = of_layout(Layout("scalar"), {}, mesh, call=_CALL)
+    held = blocks.of_layout(Layout("scalar"), {}, mesh, call=_CALL)
     first = next((place for place, (_, size) in enumerate(held.mesh) if size > 1), 0)
-    places = list(zip(held.devices, held.coordinates, strict=True))
-    grid = device_grid(held, {device: at[first] % MOST_DEVICES for device, at in places})
-    axes = [axis for axis, _ in held.mesh]
-    listed = [{"device": device, "coordinates": dict(zip(axes, at, strict=True))} for device, at in places]
-    return _Drawn(held.mesh_text, [], [[[grid]]], [], held.mesh_text, {"devices": listed})
+    colours = {device: at[first] for device, at in zip(held.devices, held.coordinates, strict=True)}
+    grid = blocks.device_grid(held, {device: colour % blocks.MOST_DEVICES for device, colour in colours.items()})
+    return _Drawn(held.mesh_text, [], [[[grid]]], [], held.mesh_text, {"devices": held.placed})
 
 
 # --- a layout ------------------------------------------------------------------------------------------------
@@ -174,7 +151,7 @@ def _of_mesh(mesh: Mesh | AbstractMesh) -> _Drawn:
 
 def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
     call = f'visualize("{text}")'
-    no_arrow(text, call)
+    blocks.no_arrow(text, call)
     frame = try_frame()
     layout = Layout(text, call=call).without_brackets()
     if shape is not None and not isinstance(shape, Mapping):
@@ -183,20 +160,18 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
     if layout.has_ellipsis:
         rule = "A picture needs every dimension, and only a shape tells how many '...' stands for."
         raise LayoutError(rule, call=call, advice="shape=(8, 16), or write the dimensions out")
-    sizes, dims = known_sizes(layout, shape, call)
-    if mesh is not None:
-        lies_on = mesh if isinstance(mesh, Mesh | AbstractMesh) else _abstract(sizes_for(mesh, call))
-        return of_layout(_ambient(layout, call), sizes, lies_on, dims=dims, call=call)
-    if frame is None:
-        found = ambient_mesh()
-        if found is None:
-            rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
-            advice = f'as in visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
-            raise MeshError(rule, call=call, advice=advice)
-        return of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
-    layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
-    bound = {name: known.size for name, known in frame.bound if name in layout.names}
-    return of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
+    sizes, dims = blocks.known_sizes(layout, shape, call)
+    if mesh is None and frame is not None:
+        layout = _placed(layout.bind(**dict(frame.renames)), frame.mapping)
+        bound = {name: known.size for name, known in frame.bound if name in layout.names}
+        return blocks.of_layout(layout, {**bound, **sizes}, _frame_mesh(frame), dims=dims, call=call)
+    given = mesh is None or isinstance(mesh, Mesh | AbstractMesh)
+    found = mesh or ambient_mesh() if given else _abstract(sizes_for(mesh, call))
+    if found is None:
+        rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
+        advice = f'as in visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
+        raise MeshError(rule, call=call, advice=advice)
+    return blocks.of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
 
 
 def _placed(layout: Layout, mapping: AxisMapping | None) -> Layout:
@@ -257,16 +232,8 @@ def _of_tagged(x: Any, layout: Layout, frame: Frame, call: str) -> Holdings:
     notes = [f"the value is {_kind(x)} here, in {frame.mode} mode"]
     if frame.mode == "reference":
         notes[0] += ": whole, on one device; the layout is drawn"
-    return of_layout(
-        layout,
-        sizes,
-        mesh,
-        dims=list(shape),
-        call=call,
-        kind=f"{x.dtype}[{','.join(map(str, shape))}]",
-        itemsize=_itemsize(x.dtype),
-        notes=notes,
-    )
+    about = {"kind": _kind(x, shape), "itemsize": _itemsize(x.dtype), "notes": notes}
+    return blocks.of_layout(layout, sizes, mesh, dims=list(shape), call=call, **about)
 
 
 def _of_typed(x: Any, call: str) -> Holdings:
@@ -298,14 +265,14 @@ def _of_array(x: Any) -> Holdings:
     table = {device.id: index for device, index in sharding.devices_indices_map(tuple(x.shape)).items()}
     if len(table) > 1:
         notes.append(f"a {type(sharding).__name__}, which a layout cannot express")
-    return of_indices(tuple(x.shape), table, kind=_kind(x), itemsize=_itemsize(x.dtype), notes=tuple(notes))
+    return blocks.of_indices(tuple(x.shape), table, kind=_kind(x), itemsize=_itemsize(x.dtype), notes=tuple(notes))
 
 
 def _of_named(x: Any, sharding: NamedSharding, call: str, notes: list[str]) -> Holdings:
     names = Layout(" ".join(f"dim{place}" for place in range(len(x.shape))))
     layout = Layout.of(x, names)
     mesh, size = sharding.mesh, _itemsize(x.dtype)
-    return of_layout(layout, {}, mesh, dims=list(x.shape), call=call, kind=_kind(x), itemsize=size, notes=notes)
+    return blocks.of_layout(layout, {}, mesh, dims=list(x.shape), call=call, kind=_kind(x), itemsize=size, notes=notes)
 
 
 def _nowhere(x: Any, call: str) -> SpmdError:
@@ -319,8 +286,8 @@ def _nowhere(x: Any, call: str) -> SpmdError:
     return LayoutError(rule, call=call, fix=fix, advice=advice)
 
 
-def _kind(x: Any) -> str:
-    return f"{x.dtype}[{','.join(map(str, x.shape))}]"
+def _kind(x: Any, shape: Sequence[int] | None = None) -> str:
+    return f"{x.dtype}[{','.join(map(str, x.shape if shape is None else shape))}]"
 
 
 def _itemsize(dtype: Any) -> int | None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from jax.sharding import AbstractMesh
 
 from spmd._text import Line, bytes_text, seconds_text
 from spmd.comm.plans import Plan, Step, summary
 from spmd.drawing import _picture as draw
 from spmd.inspect._blocks import Holdings, block_grids, device_runs, is_summary, of_layout, tints
-from spmd.language import Dim, Layout, mesh_text
+from spmd.inspect._collectives import grouped
+from spmd.language import Dim, Layout, axes_product, mesh_text
 
 _MOST_ARROWS = 12  # that the text lists
 _MOST_CHIPS = 16  # devices of a group that are drawn
@@ -157,13 +158,10 @@ def _what(step: Step) -> str:
 
 def _arrows_text(moved: Sequence[Transfer]) -> str:
     """`0 -> 1, 1 -> 2: 4 KiB each`, one part per amount; where several hold it, `any of 4-7 -> 1`."""
-    by_amount: dict[int, list[str]] = {}
-    for transfer in moved:
-        sources = ",".join(device_runs(transfer.sources))
-        arrow = f"{'any of ' if len(transfer.sources) > 1 else ''}{sources} -> {transfer.to}"
-        by_amount.setdefault(transfer.nbytes, []).append(arrow)
     parts = []
-    for amount, arrows in by_amount.items():
+    for amount, alike in grouped(moved, lambda one: one.nbytes).items():
+        many = ["any of " * (len(one.sources) > 1) + ",".join(device_runs(one.sources)) for one in alike]
+        arrows = [f"{sources} -> {one.to}" for sources, one in zip(many, alike, strict=True)]
         shown = arrows if len(arrows) <= _MOST_ARROWS else [*arrows[: _MOST_ARROWS - 1], f"... ({len(arrows)} in all)"]
         parts.append(f"{', '.join(shown)}: {bytes_text(amount)}{' each' if len(arrows) > 1 else ''}")
     return "; ".join(parts)
@@ -207,11 +205,10 @@ def groups(axes: Sequence[str], mesh: Mapping[str, int]) -> list[tuple[int, ...]
     """The devices that talk to each other, by place on the mesh: they differ along `axes` only; without axes all."""
     if not axes:
         return [tuple(range(math.prod(mesh.values())))]
-    found: dict[tuple[int, ...], list[int]] = {}
-    for device, at in enumerate(_places(mesh)):
-        rest = tuple(n for axis, n in zip(mesh, at, strict=True) if axis not in axes)
-        found.setdefault(rest, []).append(device)
-    return [tuple(group) for group in found.values()]
+    places = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
+    moved = [place for place, axis in enumerate(mesh) if axis in axes]
+    alike = np.moveaxis(places, moved, range(-len(moved), 0)).reshape(-1, axes_product(axes, mesh))
+    return [tuple(group) for group in alike.tolist()]
 
 
 def transfers(step: Any, sizes: Mapping[str, int], mesh: Mapping[str, int], itemsize: int) -> list[Transfer]:
@@ -223,15 +220,12 @@ def transfers(step: Any, sizes: Mapping[str, int], mesh: Mapping[str, int], item
     found = []
     for group in groups(step.axes, mesh):
         for to in group:
-            owners: dict[Any, list[int]] = {}
-            for device in group:
-                # summands of equal place are different values: each is a source of its own
-                owner = device if step.kind == "psum_scatter" else before[device]
-                owners.setdefault(owner, []).append(device)
-            for sources in owners.values():
+            # summands of equal place are different values: each is a source of its own
+            owner = (lambda device: device) if step.kind == "psum_scatter" else before.__getitem__
+            for sources in grouped(group, owner).values():
                 count = 0 if to in sources else _overlap(before[sources[0]], after[to])
                 if count:
-                    found.append(Transfer(to, tuple(sources), count * itemsize))
+                    found.append(Transfer(to, sources, count * itemsize))
     return found
 
 
@@ -241,10 +235,6 @@ def _ranges(layout: Layout, sizes: Mapping[str, int], mesh: Mapping[str, int]) -
     held = of_layout(names, sizes, AbstractMesh(tuple(mesh.values()), tuple(mesh)), call="plan(...)")
     runs = [[(start, stop) for [(_, _, start, stop)] in side.blocks] for side in held.sides]
     return [tuple(run[n] for run, n in zip(runs, blocks, strict=True)) for blocks in held.held.tolist()]
-
-
-def _places(mesh: Mapping[str, int]) -> list[tuple[int, ...]]:
-    return list(itertools.product(*map(range, mesh.values())))
 
 
 def _overlap(a: Ranges, b: Ranges) -> int:

@@ -10,11 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import _compat
-from spmd._jaxprs.walker import equations
+from spmd._jaxprs.walker import equations, opened
 from spmd._trees.leaves import is_array, is_number
 from spmd.comm.plans import plan
 from spmd.errors import MeshError, SpmdError
@@ -34,6 +33,8 @@ class Program:
         none, or if none is known before it is compiled.
       arguments: The leaves of its arguments, as given.
       donated: Which inputs of the jaxpr are donated; empty where that is not known.
+      called: The jaxpr of a caller, if the function is jitted: only there a jaxpr says where `in_shardings` want
+        arguments. Else `jaxpr`.
     """
 
     name: str
@@ -42,6 +43,11 @@ class Program:
     arguments: tuple[Any, ...]
     _compile: Callable[[], Any] = field(repr=False)
     donated: tuple[bool, ...] = ()
+    _call: Callable[[], Any] | None = field(default=None, repr=False)
+
+    @functools.cached_property
+    def called(self) -> Any:
+        return self.jaxpr if self._call is None else self._call()
 
     @functools.cached_property
     def compiled(self) -> Any:
@@ -75,24 +81,33 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
     if staged and (args or kwargs):
         rule = "a traced, lowered or compiled program has its arguments already: pass it alone."
         raise SpmdError(rule, call=f"{verb}({type(fn).__name__}, ...)", advice=f"{verb}(program)")
-    if staged:
-        return _staged(fn)
-    if not callable(fn):
+    if not staged and not callable(fn):
         rule = f"{verb} takes a kernel, a function, or a traced, lowered or compiled program."
         advice = f"{verb}(fn, x) with the function itself, not what it returns"
         raise SpmdError(rule, call=f"{verb}(...)", got=[type(fn).__name__], advice=advice)
     with under(mesh):
-        traced = _traceable(fn, args, kwargs)
+        traced = fn if staged else _traceable(fn, args, kwargs)
         jaxpr = getattr(traced, "jaxpr", None)
     leaves = tuple(jax.tree.leaves((args, kwargs)))
-    named = (_shaped(mesh), _shaped(getattr(fn, "mesh", None)), *meshes_of_jaxpr(jaxpr), *_meshes_of(leaves))
-    name = _name(fn)
+    held = (getattr(getattr(leaf, "sharding", None), "mesh", None) for leaf in leaves)
+    meshes = (mesh, getattr(fn, "mesh", None), *meshes_of_jaxpr(jaxpr), *held)
+    name = getattr(fn, "fun_name", "") if staged else _name(fn)
+    donated = (bool(getattr(one, "donated", False)) for one in jax.tree.leaves(getattr(traced, "args_info", ())))
 
-    def lowered() -> Any:
+    def compiled() -> Any:
+        made = traced
         with under(mesh):
-            return traced.lower().compile() if hasattr(traced, "lower") else traced.compile()
+            for step in ("lower", "compile"):
+                made = getattr(made, step)() if hasattr(made, step) else made
+        return made
 
-    return Program(name, jaxpr, _first(named), leaves, lowered, _donated(traced))
+    def called() -> Any:
+        inner, given, named = of_arrays(fn, args, kwargs, is_array)
+        with under(mesh):
+            return jax.jit(inner).trace(*given, **named).jaxpr
+
+    own = hasattr(fn, "trace") and not isinstance(fn, Kernel)
+    return Program(name, jaxpr, _first(map(_shaped, meshes)), leaves, compiled, tuple(donated), called if own else None)
 
 
 def _name(fn: Any) -> str:
@@ -103,47 +118,45 @@ def _name(fn: Any) -> str:
     return f"{_name(owner)}.{name}" if isinstance(owner, Kernel) else name
 
 
-def _staged(fn: Any) -> Program:
-    jaxpr = getattr(fn, "jaxpr", None)
-    if jaxpr is not None:
-        return Program(
-            fn.fun_name, jaxpr, _first(meshes_of_jaxpr(jaxpr)), (), lambda: fn.lower().compile(), _donated(fn)
-        )
-    return Program("", None, None, (), fn.compile if hasattr(fn, "compile") else lambda: fn)
-
-
-def _donated(traced: Any) -> tuple[bool, ...]:
-    """Return which arguments of a traced program are donated."""
-    return tuple(bool(getattr(one, "donated", False)) for one in jax.tree.leaves(getattr(traced, "args_info", ())))
-
-
 def _traceable(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`fn` traced; of what has `.lower` alone (other libraries' jit), lowered."""
     if hasattr(fn, "trace"):
         return fn.trace(*args, **kwargs)
     if hasattr(fn, "lower"):
         return fn.lower(*args, **kwargs)
-    is_input = lambda leaf: is_array(leaf) or is_number(leaf)
     if all(map(is_input, jax.tree.leaves((args, kwargs)))):
         return jax.jit(fn).trace(*args, **kwargs)
-    inner, arrays = of_arrays(fn, args, kwargs, is_input)
-    return jax.jit(inner).trace(*arrays)
+    inner, args, kwargs = of_arrays(fn, args, kwargs, is_input)
+    return jax.jit(inner).trace(*args, **kwargs)
+
+
+def is_input(leaf: Any) -> bool:
+    """Return whether JAX traces an argument."""
+    return is_array(leaf) or is_number(leaf)
 
 
 def of_arrays(
-    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], is_input: Callable[[Any], bool]
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """`fn` as a function of its inputs alone, and these; the other leaves of its arguments are fixed."""
-    leaves, structure = jax.tree.flatten((args, dict(kwargs)))
-    inputs = [i for i, leaf in enumerate(leaves) if is_input(leaf)]
+    fn: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], kind: Callable[[Any], bool]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """`fn` as a function of its inputs alone, and its arguments with None for the other leaves, which are fixed."""
+    is_none = lambda leaf: leaf is None
+    leaves, structure = jax.tree.flatten((args, dict(kwargs)), is_leaf=is_none)
 
-    @functools.wraps(fn)
-    def inner(*given: Any) -> Any:
-        filled = dict(zip(inputs, given, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, [filled.get(i, leaf) for i, leaf in enumerate(leaves)])
+    def inner(*args: Any, **kwargs: Any) -> Any:
+        given = jax.tree.leaves((args, kwargs), is_leaf=is_none)
+        filled = [leaf if one is None else one for one, leaf in zip(given, leaves, strict=True)]
+        args, kwargs = jax.tree.unflatten(structure, filled)
         return fn(*args, **kwargs)
 
-    return inner, tuple(leaves[i] for i in inputs)
+    owner = getattr(fn, "__self__", None)
+    inner = functools.update_wrapper(inner, fn)
+    inner.__wrapped__ = owner if isinstance(owner, Kernel) else fn  # which names the arguments
+    return inner, *jax.tree.unflatten(structure, [leaf if kind(leaf) else None for leaf in leaves])
+
+
+def names_of_inputs(jaxpr: Any) -> Sequence[str]:
+    """Return what JAX calls the inputs of a program: as the function calls its arguments, `params['w']`."""
+    return getattr(opened(jaxpr)[0].debug_info, "arg_names", None) or ()
 
 
 @contextlib.contextmanager
@@ -169,19 +182,13 @@ def _first(meshes: Iterable[Any]) -> Any:
     return next((mesh for mesh in found if isinstance(mesh, Mesh)), found[0] if found else None)
 
 
-def _meshes_of(leaves: Iterable[Any]) -> Iterator[Any]:
-    for leaf in leaves:
-        yield _shaped(getattr(getattr(leaf, "sharding", None), "mesh", None))
-
-
 def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
     """Meshes of the shard_maps and sharding constraints in a jaxpr, outermost first."""
     for equation in () if jaxpr is None else equations(jaxpr):
         for name, value in equation.params.items():
-            if name == "ctx_mesh":  # what surrounded the call
-                continue
             mesh = getattr(value, "mesh", value)
-            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names:
+            around = name == "ctx_mesh"  # what surrounded the call
+            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names and not around:
                 yield mesh
 
 
@@ -266,10 +273,12 @@ def local_count(shape: Sequence[int], placement: Placement, sizes: Mapping[str, 
 def moved_bytes(
     shape: Sequence[int], dtype: Any, source: Placement, target: Placement, sizes: Mapping[str, int]
 ) -> int | None:
-    """Return what one device sends in the cheapest plan from one placement to another; where there is none (sizes that
-    do not divide), the least that some device must receive."""
+    """Return what one device sends in the cheapest plan from one placement to another; None where there is none, as for
+    sizes that do not divide."""
     if source is None or target is None or isinstance(target, str):
         return None
+    if source == target:
+        return 0
     if isinstance(source, str):  # on one device: the others have nothing
         return local_count(shape, target, sizes) * dtype.itemsize
     names = [f"d{i}" for i in range(len(shape))]
@@ -277,27 +286,4 @@ def moved_bytes(
     try:
         return plan(pattern, sizes=dict(zip(names, shape, strict=True)), mesh=sizes, dtype=dtype).bytes
     except SpmdError:
-        return _received_bytes(shape, dtype.itemsize, source, target, sizes)
-
-
-def _received_bytes(shape: Sequence[int], itemsize: int, source: Any, target: Any, sizes: Mapping[str, int]) -> int:
-    """The least that the device which lacks most must receive: of its new shard, what its old one does not have."""
-    used = [a for a in sizes if any(a in axes for axes in (*source, *target))]
-    grid = np.indices([sizes[a] for a in used]) if used else np.zeros((0,), np.int64)
-    place = dict(zip(used, grid, strict=True))
-    common: Any = 1
-    wanted = 1
-    for n, old, new in zip(shape, source, target, strict=True):
-        (start, end), (low, high) = _block(n, old, place, sizes), _block(n, new, place, sizes)
-        common = common * np.maximum(np.minimum(end, high) - np.maximum(start, low), 0)
-        wanted *= n // axes_product(new, sizes)
-    return int(wanted - np.min(common)) * itemsize
-
-
-def _block(n: int, axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> tuple[Any, Any]:
-    """Return where each device's block of a dimension starts and ends."""
-    index: Any = 0
-    for axis in axes:
-        index = index * sizes[axis] + place[axis]
-    size = n // axes_product(axes, sizes)
-    return index * size, (index + 1) * size
+        return None

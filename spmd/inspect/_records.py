@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import numpy as np
 from spmd.accelerators import Hardware
 from spmd.checker._tables import Table
 from spmd.inspect._collectives import counts_by_kind
+from spmd.inspect._reports import fields_of
 
 # --- what a program spends where devices take branches of their own: which of them run together, and who waits --------
 
@@ -54,6 +56,10 @@ def turns_of(index: Table | None, mesh: Collection[str], count: int) -> Turns | 
     return Turns(together, tuple(map(float, shares.mean(1))), tuple(map(float, shares.max(1))))
 
 
+def _amounts() -> dict[str, float]:
+    return defaultdict(float)
+
+
 @dataclass(slots=True)
 class Work:
     """What one device spends in a part of a program, the branches in it apart.
@@ -61,43 +67,28 @@ class Work:
     Attributes:
       flops: Floating-point operations by dtype.
       matmul_flops: The part of `flops` that is dots and convolutions.
-      hbm_bytes: Bytes read and written.
-      left_out: Bytes that it would read and write besides, if each `spmd.fused` were not one kernel, by their names.
+      traffic: Bytes read and written, by the name of the `spmd.fused` that they are inside of: "" for those in none.
       collectives: How often it runs each of the written collectives, by their numbers.
       switches: The branches, as if each ran whenever the `cond` does.
     """
 
-    flops: dict[str, float] = field(default_factory=dict)
-    matmul_flops: dict[str, float] = field(default_factory=dict)
-    hbm_bytes: float = 0.0
-    left_out: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=_amounts)
+    matmul_flops: dict[str, float] = field(default_factory=_amounts)
+    traffic: dict[str, float] = field(default_factory=_amounts)
     collectives: dict[int, int] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)
 
-    def count(self, dtype: str, flops: float, *, matmul: bool) -> None:
-        """Add floating-point operations."""
-        for counts in (self.flops, self.matmul_flops) if matmul else (self.flops,):
-            counts[dtype] = counts.get(dtype, 0.0) + flops
-
-    def moved(self, nbytes: float, inside: str = "") -> None:
-        """Add bytes that are read or written, or would be if what they are inside of were not one kernel."""
-        if inside:
-            self.left_out[inside] = self.left_out.get(inside, 0.0) + nbytes
-        else:
-            self.hbm_bytes += nbytes
-
-    def total(self, of: Callable[[Work], Mapping[str, float]]) -> dict[str, float]:
+    def total(self, what: str) -> dict[str, float]:
         """A quantity by name, with that of the branches: the mean over devices where it is known which of them run, and
         else the most that one of them has."""
-        found = dict(of(self))
+        found = _amounts()
+        found.update(getattr(self, what))
         for switch in self.switches:
-            each = [branch.total(of) for branch in switch.branches]
-            for name in dict.fromkeys(name for one in each for name in one):
+            each = [branch.total(what) for branch in switch.branches]
+            for name in dict.fromkeys(itertools.chain(*each)):
                 amounts = [one.get(name, 0.0) for one in each]
-                turns = switch.turns
-                mean = max(amounts) if turns is None else float(np.dot(turns.shares, amounts))
-                found[name] = found.get(name, 0.0) + mean
-        return found
+                found[name] += max(amounts) if switch.turns is None else float(np.dot(switch.turns.shares, amounts))
+        return dict(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +100,7 @@ class Switch:
       turns: Which of them run; None if that is not known.
     """
 
-    branches: tuple[Work, ...]
+    branches: Sequence[Work]
     turns: Turns | None
 
 
@@ -146,7 +137,7 @@ def price(work: Work, hardware: Hardware, each: Sequence[float]) -> Price:
       each: Seconds of one execution of each collective.
     """
     compute = sum(flops / hardware.peak(dtype) for dtype, flops in work.matmul_flops.items())
-    memory = work.hbm_bytes / hardware.hbm_bandwidth
+    memory = work.traffic.get("", 0.0) / hardware.hbm_bandwidth
     times: dict[int, float] = dict(work.collectives)
     communication = sum(each[i] * n for i, n in times.items())
     busy = compute + memory + communication
@@ -229,8 +220,8 @@ class Boundary:
       source: Where it lies, `b/dp d`, in the names of the kernel's signature, or `_/dp _` where they are not known;
         None where the shardings do not tell.
       target: Where the signature wants it.
-      bytes: What one device sends in the cheapest plan; where sizes do not divide, the least that some device receives;
-        None where the source is not known.
+      bytes: What one device sends in the cheapest plan; None where the source is not known, or there is no plan, as for
+        sizes that do not divide.
       dtype: The dtype of the array.
       shape: The global shape.
       where: `file.py:12`, the line that calls the kernel.
@@ -311,7 +302,7 @@ class Window:
 
     where: str
     phase: str
-    flops: dict[str, float] = field(default_factory=dict)
+    flops: dict[str, float] = field(default_factory=_amounts)
     collectives: list[int] = field(default_factory=list)
 
 
@@ -379,6 +370,4 @@ class Written:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        plain = asdict(self)
-        del plain["work"]
-        return plain
+        return fields_of(self)

@@ -11,6 +11,7 @@ from spmd.accelerators import Hardware
 from spmd.inspect._collectives import axes_text
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Price, Written, price
+from spmd.inspect._reports import fields_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,7 @@ class Memory:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        return {**plain, "total": self.total, "peak": self.peak, "cautious": self.cautious}
+        return fields_of(self, *self.__slots__, "total", "peak", "cautious")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +124,7 @@ class Time:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        plain = {name: getattr(self, name) for name in self.__slots__}
-        totals = {"serial": self.serial, "overlapped": self.overlapped, "bound": self.bound}
-        return {**plain, "by_axis": dict(self.by_axis), "kernels": list(self.kernels), **totals}
+        return fields_of(self, *self.__slots__, "serial", "overlapped", "bound")
 
 
 def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) -> float:
@@ -174,24 +172,10 @@ def estimate(
 def memory_of(written: Written | None, compiled: Any) -> Memory | None:
     """The memory of a compiled program, or what is known without one."""
     stats = None if compiled is None else compiled.memory_analysis()
-    estimates = (
-        {}
-        if written is None
-        else {
-            "estimated": written.standing_bytes,
-            "opened": written.opened_bytes,
-            "unfused": written.unfused_bytes,
-        }
-    )
-    if stats is None:
-        if written is None:
-            return None
-        return Memory(written.arguments_bytes, written.outputs_bytes, aliased=written.donated_bytes, **estimates)
-    return Memory(
-        arguments=stats.argument_size_in_bytes,
-        outputs=stats.output_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        aliased=stats.alias_size_in_bytes,
-        code=stats.generated_code_size_in_bytes,
-        **estimates,
-    )
+    traced = () if written is None else (written.standing_bytes, written.opened_bytes, written.unfused_bytes)
+    if stats is not None:
+        planned = ["argument", "output", "temp", "alias", "generated_code"]
+        return Memory(*(getattr(stats, f"{name}_size_in_bytes") for name in planned), *traced)
+    if written is None:
+        return None
+    return Memory(written.arguments_bytes, written.outputs_bytes, None, written.donated_bytes, 0, *traced)

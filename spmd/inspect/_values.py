@@ -7,33 +7,24 @@ chain. It is read and written only where it is itself a result, of the program o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spmd._jaxprs.walker import Equation, shape_of
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 
-ELEMENTWISE = frozenset(
-    str.split(
-        """
-        add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf integer_pow pow
-        max min abs sign floor ceil round select_n clamp convert_element_type and or not xor eq ne lt le gt ge
-        square add_any copy is_finite rem nextafter optimization_barrier reduce_precision name spmd_layout
-        stop_gradient spmd_fused
-        """
-    )
-)
+_ELEMENTWISE_NAMES = """add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf
+    integer_pow pow max min abs sign floor ceil round select_n clamp convert_element_type and or not xor eq ne lt le
+    gt ge square add_any copy is_finite rem nextafter optimization_barrier reduce_precision name spmd_layout
+    stop_gradient spmd_fused"""
+ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 # They give another name to the same bytes.
-RENAMES = frozenset(
-    str.split(
-        """
-        reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient optimization_barrier
-        spmd_layout spmd_assert_equal spmd_order spmd_retype spmd_fused
-        """
-    )
-)
+_RENAMES_NAMES = """reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient
+    optimization_barrier spmd_layout spmd_assert_equal spmd_order spmd_retype spmd_fused"""
+RENAMES = frozenset(_RENAMES_NAMES.split())
 
 WINDOWS = frozenset(("slice", "split", "unstack"))  # their results are parts of the operand's bytes
 
@@ -45,10 +36,12 @@ class Buffer:
     Attributes:
       nbytes: What it takes on one device.
       open: Whether a chain that follows may be fused into what writes it, which writes the chain's result instead.
+      number: Its place among all: sets have no order of their own.
     """
 
     nbytes: float
     open: bool = False
+    number: int = field(default_factory=itertools.count().__next__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +106,8 @@ def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
     for value, nbytes in results:
         if not value.chain:
             continue
-        room = next((one for one in value.buffers if one.open and one not in filled and one.nbytes >= nbytes), None)
+        rooms = (one for one in value.buffers if one.open and one not in filled and one.nbytes >= nbytes)
+        room = min(rooms, key=lambda one: (one.nbytes, one.number), default=None)
         if room is None:
             total += nbytes
         else:
@@ -161,17 +155,12 @@ def through(eqn: Equation, ins: Sequence[Value]) -> list[Value]:
 
 
 # Elementwise work that costs nothing worth counting: data is moved, renamed or chosen.
-_FREE = frozenset(
-    str.split(
-        """
-        broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice
-        concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient
-        device_put gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real
-        imag reduce_precision sort spmd_layout spmd_assert_equal spmd_order spmd_split spmd_roll spmd_move spmd_retype
-        spmd_fused
-        """
-    )
-)
+_FREE_NAMES = """broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice
+    concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient device_put
+    gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real imag
+    reduce_precision sort spmd_layout spmd_assert_equal spmd_order spmd_split spmd_roll spmd_move spmd_retype
+    spmd_fused"""
+_FREE = frozenset(_FREE_NAMES.split())
 # What writes its result to memory and reads its operands from there; elementwise chains between are fused into it.
 _WHOLE = frozenset(
     ("conv_general_dilated", "sort", "fft", "cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "top_k")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,61 +10,26 @@ from typing import Any
 import jax
 import numpy as np
 
+import spmd.inspect._program as places
+import spmd.inspect._records as records
+import spmd.inspect._values as _values
 from spmd import _compat
-from spmd._jaxprs.facts import CallName, FusedName, KernelName, LayoutName, PerShardName, WindowName, one_line
-from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.facts import CallName, FusedName, LayoutName, PerShardName, WindowName, kernel_around, one_line
+from spmd._jaxprs.lines import line_of, short_line
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Role, Variable, axes_of, opened, shape_of, walk
 from spmd._text import sent_bytes
 from spmd.checker import _tables as tables
-from spmd.errors import MeshError, SpmdError
+from spmd.checker._claims import arguments_of
+from spmd.errors import MeshError
 from spmd.inspect._collectives import axes_of_pairs
-from spmd.inspect._program import (
-    ANYWHERE,
-    Placement,
-    local_count,
-    moved_bytes,
-    names_of,
-    of_sharding,
-    of_spec,
-    text_of,
-    with_others,
-)
-from spmd.inspect._records import (
-    PRIMITIVES,
-    Boundary,
-    Constraint,
-    Island,
-    PerShard,
-    Switch,
-    Turns,
-    Window,
-    Work,
-    Written,
-    WrittenCollective,
-    turns_of,
-)
-from spmd.inspect._values import (
-    WINDOWS,
-    Buffer,
-    Inside,
-    Value,
-    chained,
-    dtype_name,
-    ending_bytes,
-    flops_of,
-    is_matmul,
-    memory_of,
-    size_bytes,
-    sliced,
-    stacked,
-    through,
-    typed_place,
-    writes_results,
-)
-from spmd.language import Layout, axes_product, mesh_text
+from spmd.inspect._program import ANYWHERE, Placement, of_sharding
+from spmd.inspect._records import Turns, Work, Written
+from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
+from spmd.language import Layout, axes_product, axes_tuple, mesh_text
 
-_KINDS = {primitive: kind for kind, primitives in PRIMITIVES.items() for primitive in primitives}
+_KINDS = {primitive: kind for kind, primitives in records.PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
+_FOUND = ("collectives", "boundary", "islands", "per_shard", "constraints", "windows")  # as `Written` has it
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
 
 
@@ -82,14 +45,6 @@ class _Site:
     branch: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Branches:
-    """The branches of one `cond`: which run, and what those that the walk has left spend."""
-
-    turns: Turns | None
-    spent: list[Work] = field(default_factory=list)
-
-
 class Walk(Domain):
     """What a program does, added up over its equations.
 
@@ -102,16 +57,11 @@ class Walk(Domain):
         self.sizes = dict(sizes)
         self.site = _Site()
         self.wanted: dict[str, Placement] = {}  # where the first kernel that an argument enters wants it
-        self._collectives: list[WrittenCollective] = []
-        self._boundary: dict[Any, Boundary] = {}
-        self._islands: dict[tuple[str, str], Island] = {}
-        self._per_shard: dict[tuple[str, str], PerShard] = {}
-        self._constraints: list[Constraint] = []
+        self._found: dict[str, dict[Any, Any]] = {name: {} for name in _FOUND}
         self._work = Work()
-        self._switches: list[_Branches] = []  # that the walk is in
+        self._switches: list[tuple[Turns | None, list[Work]]] = []  # that the walk is in, and what their branches spend
         self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
         self._constants: Mapping[Any, Any] = {}
-        self._windows: dict[tuple[int, str], Window] = {}
         self._exact = True
         self.has_kernels = False  # as `spmd.fused` says
 
@@ -127,24 +77,12 @@ class Walk(Domain):
         [size] = self._sizes([var], [self.known.get(var, Value())])
         return size
 
-    def written(self, **memory: int) -> Written:
+    def written(self, **memory: Any) -> Written:
         """All that was found, and what is known of memory."""
-        return Written(
-            collectives=tuple(self._collectives),
-            mesh=self.sizes,
-            flops=self._work.total(lambda work: work.flops),
-            matmul_flops=self._work.total(lambda work: work.matmul_flops),
-            hbm_bytes=round(self._work.total(lambda work: {"": work.hbm_bytes})[""]),
-            left_out=self._work.total(lambda work: work.left_out),
-            work=self._work,
-            windows=tuple(self._windows.values()),
-            exact=self._exact,
-            boundary=tuple(self._boundary.values()),
-            islands=tuple(self._islands.values()),
-            per_shard=tuple(self._per_shard.values()),
-            constraints=tuple(self._constraints),
-            **memory,
-        )
+        found: dict[str, Any] = {name: tuple(ones.values()) for name, ones in self._found.items()}
+        flops, matmul_flops, traffic = (self._work.total(what) for what in ("flops", "matmul_flops", "traffic"))
+        spent = flops, matmul_flops, round(traffic.pop("", 0.0)), traffic, self._exact
+        return Written(found.pop("collectives"), self.sizes, *spent, **found, **memory, work=self._work)
 
     # --- values -------------------------------------------------------------------------------------------
 
@@ -171,10 +109,10 @@ class Walk(Domain):
 
     def sliced(self, value: Value, operand: Any) -> Value:
         table = None if value.table is None else tables.by_rounds(value.table, [*self._rounds][-1])
-        return replace(sliced(value), table=table)
+        return replace(_values.sliced(value), table=table)
 
     def stacked(self, value: Value, result: Any) -> Value:
-        return stacked(value)
+        return _values.stacked(value)
 
     # --- jaxprs inside equations --------------------------------------------------------------------------
 
@@ -200,7 +138,7 @@ class Walk(Domain):
         outs = super().run(eqn, part, operands)
         outs = self._end(body.outvars, outs) if through_memory else outs
         if part.role == Role.BRANCH:
-            self._switches[-1].spent.append(self._work)
+            self._switches[-1][1].append(self._work)
         self.site, self._work = before, work
         return outs
 
@@ -212,7 +150,7 @@ class Walk(Domain):
         if part.role == Role.BRANCH:
             shown = f"branch {part.number + 1} of {len(eqn.params['branches'])}"
             site = replace(site, branch=f"{site.branch}, {shown}" if site.branch else shown)
-            turns = self._switches[-1].turns
+            turns, _ = self._switches[-1]
             if turns is None:
                 return replace(site, exact=False)
             return replace(site, share=site.share * turns.most[part.number])
@@ -243,10 +181,10 @@ class Walk(Domain):
     def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Value]) -> Sequence[Value]:
         """Devices may take branches of their own, where the index is a known integer on each."""
         ended = self._end(eqn.invars, operands)
-        self._switches.append(_Branches(turns_of(ended[0].table, self.sizes, len(parts))))
+        self._switches.append((records.turns_of(ended[0].table, self.sizes, len(parts)), []))
         outs = super().branches(eqn, parts, ended)
-        found = self._switches.pop()
-        self._work.switches.append(Switch(tuple(found.spent), found.turns))
+        turns, spent = self._switches.pop()
+        self._work.switches.append(records.Switch(spent, turns))
         return self._stand(eqn.outvars, outs)
 
     def mapped(self, eqn: Equation, part: Held, operands: Sequence[Value]) -> Sequence[Value]:
@@ -256,19 +194,23 @@ class Walk(Domain):
             rule = "explain reads a program on one mesh, and the kernels of this one are on two."
             got = [mesh_text(sizes) for sizes in (self.sizes, mesh.shape)]
             raise MeshError(rule, call="explain(...)", got=got, advice="explain(...) of each kernel by itself")
+
+        def place(spec: Any, var: Variable, before: Placement) -> Placement:
+            said = places.of_spec(spec, len(shape_of(var)), mesh.shape)
+            return places.with_others(said, before, new, mesh.shape)
+
         if not self.site.manual:
-            specs, ranks = eqn.params["in_specs"], [len(shape_of(var)) for var in eqn.invars]
+            specs, leaves = eqn.params["in_specs"], arguments_of(eqn, kernel_around(self.callers))
             name = next((c.params["name"] for c in reversed(self.callers) if "name" in c.params), "shard_map")
-            layouts = _layouts_of(name, specs, ranks)
-            for value, var, spec, layout in zip(operands, eqn.invars, specs, layouts, strict=True):
-                target = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), value.place, new, mesh.shape)
+            for i, (value, var, spec) in enumerate(zip(operands, eqn.invars, specs, strict=True)):
+                target = place(spec, var, value.place)
                 self._want(value, target)
+                layout = leaves[i].layout if i in leaves else None
                 self._move(name, value, target, var, eqn, layout, self._kept_by_vmap(value.place, specs))
         outs = super().mapped(eqn, part, operands)
         left = []
         for out, spec, var in zip(outs, eqn.params["out_specs"], eqn.outvars, strict=True):
-            place = with_others(of_spec(spec, len(shape_of(var)), mesh.shape), None, new, mesh.shape)
-            left.append(Value(place, buffers=out.buffers, chain=out.chain, inside=out.inside))
+            left.append(Value(place(spec, var, None), buffers=out.buffers, chain=out.chain, inside=out.inside))
         return left
 
     def unread(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
@@ -306,12 +248,12 @@ class Walk(Domain):
         source = value.place if value.place is not None else typed_place(operand.aval, self.sizes)
         if source in (ANYWHERE, target) or not shape:
             return
-        names = () if layout is None else names_of(layout, len(shape))
-        moved = Boundary(
+        names = () if layout is None else places.names_of(layout, len(shape))
+        moved = records.Boundary(
             text=f"{where_to}: {value.label or 'a computed array'}",
-            source=text_of(source, names),
-            target=text_of(target, names) or "unknown",
-            bytes=moved_bytes(shape, operand.aval.dtype, source, target, self.sizes),
+            source=places.text_of(source, names),
+            target=places.text_of(target, names) or "unknown",
+            bytes=places.moved_bytes(shape, operand.aval.dtype, source, target, self.sizes),
             dtype=dtype_name(operand.aval),
             shape=shape,
             where=where,
@@ -319,8 +261,8 @@ class Walk(Domain):
             note=note,
         )
         # A backward pass takes the same argument as the forward one, and the compiler moves it once.
-        key = (moved.text, target, where) if value.label else len(self._boundary)
-        self._boundary.setdefault(key, moved)
+        found = self._found["boundary"]
+        found.setdefault((moved.text, target, where) if value.label else len(found), moved)
 
     def _constrained(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
         """A constraint of auto mode: ours has a name that knows its layout."""
@@ -328,10 +270,14 @@ class Walk(Domain):
         target = of_sharding(eqn.params["sharding"], len(shape_of(result)), self.sizes)
         self._want(value, target)
         names = [name for _, name in reversed(self._names(eqn)) if isinstance(name, LayoutName)]
-        text, layout = _call_around(self._names(eqn)) or "sharding_constraint", text_of(target) or "unconstrained"
+        text, layout = (
+            _call_around(self._names(eqn)) or "sharding_constraint",
+            places.text_of(target) or "unconstrained",
+        )
         if names:
             text, layout = names[0], names[0].layout.short
-        self._constraints.append(Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn)))
+        asked = records.Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn))
+        self._found["constraints"][len(self._found["constraints"])] = asked
         return [Value(target, buffers=value.buffers, chain=value.chain, inside=value.inside)]
 
     def _resharded(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
@@ -346,16 +292,16 @@ class Walk(Domain):
 
     def _island(self, text: str, eqn: Equation, *, opaque: bool) -> None:
         text, where = one_line(text), self._line(eqn)
-        self._islands.setdefault((text, where), Island(text, where, opaque))
+        self._found["islands"].setdefault((text, where), records.Island(text, where, opaque))
 
     def _release(self, body: Any) -> None:
         """Note what is meant per shard in a jaxpr. Around a kernel it is the kernel's body that is meant."""
         names = {id(name): name for eqn in body.eqns for _, name in self._names(eqn) if isinstance(name, PerShardName)}
         for name in names.values():
-            where = _short(line_of(name))
-            before = self._per_shard.get((name.why, where))
+            where = short_line(line_of(name))
+            before = self._found["per_shard"].get((name.why, where))
             whole = not self.site.manual and (before is None or before.whole)
-            self._per_shard[name.why, where] = PerShard(name.why, where, whole)
+            self._found["per_shard"][name.why, where] = records.PerShard(name.why, where, whole)
 
     # --- collectives and work -----------------------------------------------------------------------------
 
@@ -380,28 +326,27 @@ class Walk(Domain):
         transposed = _compat.is_backward(names)
         call = _call_around(names)
         added = transposed and not recomputed
+        found = self._found["collectives"]
         for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
             for window in self._windows_around(names, moves=True):
-                window.collectives.append(len(self._collectives))
-            self._work.collectives[len(self._collectives)] = site.times
-            self._collectives.append(
-                WrittenCollective(
-                    kind=kind,
-                    axes=axes,
-                    group_size=devices,
-                    bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
-                    count=round(site.times * site.share),
-                    exact=site.exact,
-                    text=call or _raw_text(primitive, kind, axes, added),
-                    where=self._line(eqn),
-                    phase="backward" if transposed else "forward",
-                    recomputed=recomputed,
-                    implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
-                    branch=site.branch,
-                    dtype=dtype_name(operand.aval),
-                    shape=shape_of(operand),
-                    primitive=primitive,
-                )
+                window.collectives.append(len(found))
+            self._work.collectives[len(found)] = site.times
+            found[len(found)] = records.WrittenCollective(
+                kind=kind,
+                axes=axes,
+                group_size=devices,
+                bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
+                count=round(site.times * site.share),
+                exact=site.exact,
+                text=call or _raw_text(primitive, kind, axes, added),
+                where=self._line(eqn),
+                phase="backward" if transposed else "forward",
+                recomputed=recomputed,
+                implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
+                branch=site.branch,
+                dtype=dtype_name(operand.aval),
+                shape=shape_of(operand),
+                primitive=primitive,
             )
 
     @property
@@ -413,13 +358,14 @@ class Walk(Domain):
 
     def step(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         inside = Inside.of(operands) or self._fused_around(eqn)
-        dtype, flops = flops_of(eqn)
+        dtype, flops = _values.flops_of(eqn)
         if flops:
-            matmul = is_matmul(eqn)
+            matmul = _values.is_matmul(eqn)
             dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
-            self._work.count(dtype, flops * self._share * self.site.times, matmul=matmul)
-            for window in self._windows_around(self._names(eqn), moves=False) if matmul else ():
-                window.flops[dtype] = window.flops.get(dtype, 0.0) + flops * self._share * self.site.times
+            windows = self._windows_around(self._names(eqn), moves=False)
+            counts = [self._work.matmul_flops, *(window.flops for window in windows)] if matmul else []
+            for count in (self._work.flops, *counts):
+                count[dtype] += flops * self._share * self.site.times
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
         outs = [replace(value, inside=inside) for value in outs] if inside else outs
         found = self._tables(eqn, operands)
@@ -427,14 +373,14 @@ class Walk(Domain):
 
     def _results(self, eqn: Equation, operands: Sequence[Value], inside: str) -> list[Value]:
         """Return what the results are computed from. What is read and written for them is counted."""
-        outs = through(eqn, operands)
-        traffic = memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
+        outs = _values.through(eqn, operands)
+        traffic = _values.memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
-            self._work.moved(traffic * self.site.times, inside)
-            return self._stand(eqn.outvars, outs, open=writes_results(eqn))
-        if eqn.primitive.name in WINDOWS:  # what follows reads no more than these parts
+            self._work.traffic[inside] += traffic * self.site.times
+            return self._stand(eqn.outvars, outs, open=_values.writes_results(eqn))
+        if eqn.primitive.name in _values.WINDOWS:  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
-        buffers, chain = chained(eqn, operands)
+        buffers, chain = _values.chained(eqn, operands)
         return [replace(value, buffers=buffers, chain=chain) for value in outs]
 
     def _tables(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Any]:
@@ -454,8 +400,8 @@ class Walk(Domain):
         if around := self._fused_around(eqn):  # a kernel inside of a kernel is a part of it
             return [replace(value, inside=around)]
         nbytes = size * self.site.times * (2 if role.endswith("back") else 1)
-        self._work.moved(nbytes)
-        self._work.moved(-nbytes, what)
+        self._work.traffic[""] += nbytes
+        self._work.traffic[what] -= nbytes
         if role.startswith("enter"):
             dtype = eqn.invars[0].aval.dtype
             known = dtype if jax.numpy.issubdtype(dtype, jax.numpy.inexact) else None
@@ -464,23 +410,24 @@ class Walk(Domain):
 
     def _fused_around(self, eqn: Equation) -> Inside | None:
         """The kernel that an equation belongs to by its names. One that is made of nothing has no operand inside."""
-        return next((Inside(name) for _, name in self._names(eqn) if isinstance(name, FusedName)), None)
+        name = _innermost(self._names(eqn)[::-1], FusedName)
+        return None if name is None else Inside(name)
 
-    def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[Window]:
+    def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[records.Window]:
         """The calls of `meanwhile` that compute this, or in which it travels."""
         again = ("Scope", "rematted_computation") in names
         phase, found = "recomputed" if again else "backward" if _compat.is_backward(names) else "forward", []
         for _, name in names:
             if isinstance(name, WindowName) and (name.moves is name) == moves:
-                made = Window(_short(line_of(name)), phase)
-                found.append(self._windows.setdefault((id(name.moves), phase), made))
+                made = records.Window(short_line(line_of(name)), phase)
+                found.append(self._found["windows"].setdefault((id(name.moves), phase), made))
         return found
 
     def _moves(self, eqn: Equation, operands: Sequence[Value]) -> list[Value]:
         """A collective or an opaque call reads its operands and writes its results."""
         outs = [Value()] * len(eqn.outvars)
         both = (*self._sizes(eqn.invars, operands), *self._sizes(eqn.outvars, outs))
-        self._work.moved(sum(both) * self.site.times)
+        self._work.traffic[""] += sum(both) * self.site.times
         return self._stand(eqn.outvars, outs)
 
     def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
@@ -489,7 +436,7 @@ class Walk(Domain):
         for atom, value in zip(atoms, values, strict=True):
             shape, part = shape_of(atom), share
             if not self.site.manual and value.place not in (None, ANYWHERE):
-                part = local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
+                part = places.local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
             sizes.append(size_bytes(atom.aval) * part)
         return sizes
 
@@ -512,10 +459,10 @@ class Walk(Domain):
         """The values where they must be in memory."""
         sizes = self._sizes(atoms, values)
         found = {id(atom): (value, n) for atom, value, n in zip(atoms, values, sizes, strict=True)}
-        outside = ending_bytes(one for one in found.values() if not one[0].inside)
-        self._work.moved(outside * self.site.times)
+        outside = _values.ending_bytes(one for one in found.values() if not one[0].inside)
+        self._work.traffic[""] += outside * self.site.times
         if inside := Inside.of(values):
-            self._work.moved((ending_bytes(found.values()) - outside) * self.site.times, inside.kernel)
+            self._work.traffic[inside.kernel] += (_values.ending_bytes(found.values()) - outside) * self.site.times
         return [
             value if not value.chain else self._stand([atom], [value])[0]
             for atom, value in zip(atoms, values, strict=True)
@@ -527,14 +474,14 @@ class Walk(Domain):
         return (*self.site.names, *_compat.name_stack(eqn))
 
     def _line(self, eqn: Equation) -> str:
-        return _short(line_of(eqn, self.callers))
+        return short_line(line_of(eqn, self.callers))
 
     def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:
         """Return what `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
         argument of the kernel is divided over."""
         if ("Transform", "vmap") not in self.site.names or not isinstance(place, tuple):
             return ""
-        kernels = {a for spec in specs for entry in spec for a in (entry if isinstance(entry, tuple) else (entry,))}
+        kernels = {a for spec in specs for entry in spec for a in axes_tuple(entry)}
         lost = [axis for axes in place for axis in axes if axis not in kernels]
         name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
         return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""
@@ -567,25 +514,14 @@ def _integers_of(value: Any) -> Any:
     return np.asarray(value) if table is None and isinstance(value, np.ndarray | jax.Array) else table
 
 
-def _short(line: str) -> str:
-    """`file.py:12` of a line as `line_of` gives it."""
-    return os.path.basename(line.partition(" (")[0])
+def _innermost(names: Sequence[tuple[str, str]], kind: type) -> Any:
+    """The innermost name of a kind, if there is one."""
+    return next((name for _, name in reversed(names) if isinstance(name, kind)), None)
 
 
 def _call_around(names: Sequence[tuple[str, str]]) -> CallName:
     """The innermost scope that is a call of ours; an empty name where there is none."""
-    return next((text for _, text in reversed(names) if isinstance(text, CallName)), CallName(""))
-
-
-def _layouts_of(name: str, specs: Sequence[Any], ranks: Sequence[int]) -> Sequence[Layout | None]:
-    """The layouts of a kernel's arguments, by the kernel's name; None where a transformation changed what enters."""
-    leaves = name.arguments if isinstance(name, KernelName) else ()
-    if len(leaves) == len(specs):
-        with contextlib.suppress(SpmdError):  # arrays of another rank, under vmap
-            layouts = [leaf.layout for leaf in leaves]
-            if all(a.with_rank(n).spec == spec for a, n, spec in zip(layouts, ranks, specs, strict=True)):
-                return layouts
-    return [None] * len(specs)
+    return _innermost(names, CallName) or CallName("")
 
 
 _RAW = {"psum_scatter": "lax.all_gather", "all_gather": "lax.psum_scatter"}

@@ -14,6 +14,7 @@ from spmd._compat import is_typed
 from spmd._jaxprs.lines import is_transposed, line_of, short_line
 from spmd._jaxprs.walker import opened, shape_of
 from spmd._text import bytes_text
+from spmd.inspect._reports import fields_of
 from spmd.propagation._module import Dims, Number, Place
 from spmd.propagation._moves import Move
 from spmd.propagation._values import text_of
@@ -75,12 +76,7 @@ class Cost:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        one = self.constraint
-        tried = None if one is None else {name: getattr(one, name) for name in ("layout", "value", "text", "bytes")}
-        return {"kind": self.kind, "move": self.move.to_dict(), "count": self.count, "bytes": self.bytes} | {
-            "before": self.before,
-            "constraint": tried,
-        }
+        return fields_of(self)
 
 
 _SAID = {
@@ -223,7 +219,7 @@ def _result(plan: Plan, number: Number, shape: Sequence[int]) -> int | None:
     if not eqns or is_transposed(eqns[-1], eqns[:-1]):
         return None
     fitting = [i for i, var in enumerate(eqns[-1].outvars) if shape_of(var) == tuple(shape)]
-    if len(fitting) != 1 or eqns[-1].outvars[fitting[0]] in plan.kept:
+    if len(fitting) != 1 or plan.names.kept.get(eqns[-1].outvars[fitting[0]]):
         return None
     return fitting[0]
 

@@ -17,6 +17,7 @@ from spmd._text import bytes_text
 from spmd.checker._table import TABLE
 from spmd.inspect._program import of_sharding
 from spmd.inspect._recorded import Labels
+from spmd.inspect._reports import fields_of
 from spmd.propagation._module import Number, RawMove
 from spmd.propagation._values import WholeNames, text_of
 
@@ -86,11 +87,7 @@ class Move:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        names = [name for name in self.__dataclass_fields__ if name != "raw"]
-        plain = {name: getattr(self, name) for name in names}
-        return {**plain, "where": str(self.where), "axes": list(self.axes), "shape": list(self.shape)} | {
-            "total_bytes": self.total_bytes
-        }
+        return {**fields_of(self), "total_bytes": self.total_bytes}
 
 
 class Reader:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,10 +13,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.walker import Equation, Role, held, opened
-from spmd._trees.leaves import is_array, is_number
+from spmd._trees.leaves import is_array
 from spmd.errors import SpmdError
-from spmd.inspect._program import of_arrays, stage, under
-from spmd.kernels import Kernel
+from spmd.inspect._program import is_input, names_of_inputs, of_arrays, stage, under
 from spmd.language import Layout
 from spmd.mesh import ambient_mesh
 
@@ -77,40 +75,17 @@ def trace(
     if hasattr(fn, "jaxpr") or hasattr(fn, "as_text"):
         rule = "propagate traces a function by itself, and this one is traced, lowered or compiled already."
         raise SpmdError(rule, call=f"propagate({type(fn).__name__})", advice="the function itself with its arguments")
-    is_input = is_array if hasattr(fn, "trace") else _is_input  # the numbers of a jitted function may be static
-    inner, arrays = of_arrays(fn, args, kwargs, is_input)
+    kind = is_array if hasattr(fn, "trace") else is_input  # the numbers of a jitted function may be static
+    inner, args, kwargs = of_arrays(fn, args, kwargs, kind)
+    arrays, structure = jax.tree.flatten((args, kwargs))
     given = tuple(_placed(x, layout, mesh) for x, layout in zip(arrays, layouts or [None] * len(arrays), strict=True))
-    program = stage("propagate", inner, given, {}, mesh)
+    args, kwargs = jax.tree.unflatten(structure, given)
+    program = stage("propagate", inner, args, kwargs, mesh)
     live = _compat.live_jaxpr(getattr(program.jaxpr, "jaxpr", program.jaxpr))
     closed = jex.ClosedJaxpr(live, opened(program.jaxpr)[1])
     structs = [_struct(var.aval, getattr(x, "sharding", None)) for var, x in zip(live.invars, given, strict=True)]
     found = next((one for one in (program.mesh, mesh, ambient_mesh()) if isinstance(one, Mesh | AbstractMesh)), None)
-    return Traced(program.name, found, closed, structs, _parameters(fn, args, kwargs, is_input))
-
-
-def _is_input(leaf: Any) -> bool:
-    return is_array(leaf) or is_number(leaf)
-
-
-def _parameters(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], is_input: Callable[[Any], bool]) -> list[str]:
-    """Return what the inputs are called: as the function calls its arguments, with their paths."""
-    kernel = fn if isinstance(fn, Kernel) else getattr(fn, "__self__", None)
-    if isinstance(kernel, Kernel):
-        names = list(kernel.signature.params)
-    else:
-        try:
-            kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-            names = [name for name, one in inspect.signature(fn).parameters.items() if one.kind in kinds]
-        except (TypeError, ValueError):  # what is not written in Python
-            names = []
-    found = []
-    for (first, *path), leaf in jax.tree_util.tree_leaves_with_path((args, kwargs)):
-        if is_input(leaf):
-            of_args = first == jax.tree_util.SequenceKey(0)
-            at = path[0].idx if of_args else path[0].key
-            name = names[at] if of_args and at < len(names) else f"argument_{at}" if of_args else at
-            found.append(name + jax.tree_util.keystr(tuple(path[1:])))
-    return found
+    return Traced(program.name, found, closed, structs, names_of_inputs(program.jaxpr))
 
 
 def _placed(x: Any, layout: Layout | None, mesh: Any) -> Any:

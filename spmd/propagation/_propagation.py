@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from spmd._jaxprs.lines import LineName, is_transposed, line_of, short_line
-from spmd._jaxprs.walker import Equation, Role, held, opened, walk
+from spmd._jaxprs.lines import LineName, line_of, short_line
 from spmd._jaxprs.walker import equations as all_equations
-from spmd._text import Line, Row, Table, bytes_text, html_page, plain, rich_lines, shown_width, wrapped
+from spmd._jaxprs.walker import opened, walk
+from spmd._text import Line, Row, Table, bytes_text, html_page, wrapped
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
 from spmd.errors import MeshError, SpmdError
-from spmd.inspect._collectives import axes_text, counts_by_kind
+from spmd.inspect._collectives import axes_text, by_part, counts_by_kind, grouped
 from spmd.inspect._lines import listing
 from spmd.inspect._listing import Source
 from spmd.inspect._program import check_mesh, meshes_of_jaxpr
 from spmd.inspect._recorded import States
+from spmd.inspect._reports import Report, fields_of
 from spmd.language import Layout
 from spmd.mesh import sizes_for
 from spmd.propagation._costs import Cost, costs_of, least
@@ -50,7 +51,7 @@ class Open:
         return f"{self.operation} works along a dimension that {along} divides; the plan does not say what that sends"
 
 
-class Propagation:
+class Propagation(Report):
     """The compiler's plan of one program: where each value lies, and each change of layout that this needs.
 
     `propagate` makes it, and printing it shows `table()`.
@@ -138,19 +139,6 @@ class Propagation:
         return tuple(found.values())
 
     @functools.cached_property
-    def kept(self) -> frozenset[Any]:
-        """The variables that nothing but a backward pass uses, as far as they are results of loops and calls."""
-        users: dict[Any, bool] = {}
-        for jaxpr, callers in jaxprs_of(self.traced.jaxpr):
-            users |= dict.fromkeys((v for v in jaxpr.outvars if not hasattr(v, "val")), False)
-            for eqn in jaxpr.eqns:
-                backward = is_transposed(eqn, callers)
-                for atom in eqn.invars:
-                    if not hasattr(atom, "val"):
-                        users[atom] = users.get(atom, True) and backward
-        return frozenset(var for var, backward in users.items() if backward)
-
-    @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:
         """What the program may do without, the dearest first. For the first few, constraints are tried: the plan is
         made again with each of them."""
@@ -217,16 +205,9 @@ class Propagation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "name": self.name,
-            "mesh": self.mesh,
-            "counts": self.counts,
-            "total_bytes": self.total_bytes,
-            "exact": self.exact,
-            "costs": [one.to_dict() for one in self.costs],
-            "moves": [one.to_dict() for one in self.moves],
-            "open": [{"where": str(one.where), "text": str(one), "axes": list(one.axes)} for one in self.open],
-        }
+        names = ["name", "mesh", "counts", "total_bytes", "exact", "costs", "moves"]
+        opened = [{"text": str(one), **fields_of(one, "where", "axes")} for one in self.open]
+        return {**fields_of(self, *names), "open": opened}
 
     def table(self, width: int | None = None) -> str:
         """Return the plan as text: each change of layout with its bytes, its line and its reason.
@@ -234,7 +215,7 @@ class Propagation:
         Args:
           width: The number of columns. By default it is that of the terminal.
         """
-        return plain(_lines(self, shown_width(width)))
+        return self._text(width)
 
     @property
     def _says(self) -> bool:
@@ -244,9 +225,6 @@ class Propagation:
         """The lines of the table that say what the program may do without."""
         return [*_costly(self).lines(width), [("", "")]] if self.costs else []
 
-    def __str__(self) -> str:
-        return self.table()
-
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
         return f"Propagation({self.name}: {counts}, total_bytes={self.total_bytes})"
@@ -254,22 +232,15 @@ class Propagation:
     def _repr_html_(self) -> str:
         return html_page(_heading(self), [_table(self)] if self._says else [], empty="" if self._says else _NOTHING)
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from rich_lines(_lines(self, options.max_width))
+    def _lines(self, width: int) -> list[Line]:
+        width = max(width, 40)
+        heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(self), width)]
+        body = _table(self).lines(width) if self._says else [[(_NOTHING, "")]]
+        return [*heading, [("", "")], *self.cost_lines(width), *body]
 
 
 _NOTHING = "no change of layout"
 _HEAD = ("collective", "axes", "times", "bytes", "where", "layout")
-
-
-def jaxprs_of(jaxpr: Any, callers: tuple[Equation, ...] = ()) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """All jaxprs that run, opened, each with the equations around it."""
-    body = opened(jaxpr)[0]
-    yield body, callers
-    for eqn in body.eqns:
-        for part in held(eqn) if eqn.params else ():
-            if part.role != Role.DERIVATIVE:
-                yield from jaxprs_of(part.jaxpr, (*callers, eqn))
 
 
 def _told(move: Move) -> Finding:
@@ -283,13 +254,6 @@ def _heading(it: Propagation) -> str:
     return f"{it.name or 'program'} on {sizes}: the compiler's plan, not compiled"
 
 
-def _lines(it: Propagation, width: int) -> list[Line]:
-    width = max(width, 40)
-    heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(it), width)]
-    body = _table(it).lines(width) if it._says else [[(_NOTHING, "")]]
-    return [*heading, [("", "")], *it.cost_lines(width), *body]
-
-
 def _costly(it: Propagation) -> Table:
     """The costs, which come first."""
     rows: list[Row] = [Row(("costs",), "loud title")] if it.costs else []
@@ -299,27 +263,15 @@ def _costly(it: Propagation) -> Table:
 
 
 def _table(it: Propagation) -> Table:
-    parts = {
-        "forward": [one for one in it.moves if one.phase == "forward"],
-        "forward again, for jax.checkpoint": [one for one in it.moves if one.phase != "forward" and one.recomputed],
-        "backward": [one for one in it.moves if one.phase != "forward" and not one.recomputed],
-    }
     rows: list[Row] = []
-    for title, ones in parts.items():
-        rows += [Row((title,), "title"), *map(_row, _alike(ones))] if ones else []
+    for title, ones in by_part(it.moves).items():
+        alike = grouped(ones, lambda one: (one.text, one.where, one.why, one.axes)).values()  # as of a pytree
+        rows += [Row((title,), "title"), *map(_row, alike)]
     if it.open:
         rows += [Row(("left open",), "loud title")]
         rows += [Row(("?", "", "", "", short_line(one.where), one.operation), "", (str(one),)) for one in it.open]
     total = ("total", "", str(sum(one.count for one in it.moves)), bytes_text(it.total_bytes), "", "")
     return Table([*rows, Row(total, "total")], _HEAD, right=(2, 3), below=(4, 5), indent=2)
-
-
-def _alike(moves: Sequence[Move]) -> list[list[Move]]:
-    """The moves of one line that say the same, such as those of a pytree, together."""
-    found: dict[Any, list[Move]] = {}
-    for one in moves:
-        found.setdefault((one.text, one.where, one.why, one.axes), []).append(one)
-    return list(found.values())
 
 
 def _row(ones: Sequence[Move]) -> Row:

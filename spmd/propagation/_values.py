@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from jax.extend.core import Var
+
 from spmd import _compat
 from spmd._jaxprs.facts import LayoutName
-from spmd._jaxprs.walker import Equation, Held, Rule, Variable, call_of, opened, shape_of, walk
+from spmd._jaxprs.lines import is_transposed
+from spmd._jaxprs.walker import Domain, Equation, Held, Rule, Variable, call_of, opened, shape_of, walk
 from spmd.checker._state import Axes, State, axes_of_dim, plain
 from spmd.checker._table import MOVES, TABLE
 from spmd.inspect._recorded import Labels, Names, Path, Recording, States, inferred_text
@@ -21,15 +24,31 @@ class WholeNames(Names):
 
     Attributes:
       taken: The names of each equation's operands, by the equations around it and its own identity.
+      kept: For each variable that an equation uses or a jaxpr returns: whether only a backward pass uses it.
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__(sizes)
         self.taken: dict[tuple[Path, int], Sequence[Labels]] = {}
+        self.kept: dict[Any, bool] = {}
 
     def equation(self, eqn: Equation, operands: Sequence[Labels]) -> Sequence[Labels]:
-        self.taken[self.path, id(eqn)] = operands
+        self.take(eqn, operands)
         return super().equation(eqn, operands)
+
+    def take(self, eqn: Equation, operands: Sequence[Labels]) -> None:
+        """Note the operands of an equation."""
+        self.taken[self.path, id(eqn)] = operands
+        backward = is_transposed(eqn, self.callers)
+        self.kept |= {atom: self.kept.get(atom, True) and backward for atom in eqn.invars if isinstance(atom, Var)}
+
+    def run(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> list[Labels]:
+        self.returned(part.jaxpr)
+        return super().run(eqn, part, operands)
+
+    def returned(self, jaxpr: Any) -> None:
+        """Note what a jaxpr returns."""
+        self.kept |= dict.fromkeys((var for var in opened(jaxpr)[0].outvars if isinstance(var, Var)), False)
 
     def marked(self, eqn: Equation, given: Labels) -> list[Labels]:
         if any(one.primitive.name == "shard_map" for one in self.callers):
@@ -38,8 +57,8 @@ class WholeNames(Names):
         return [self.on_whole(eqn.params["layout"], given, shape_of(eqn.outvars[0]), mapped)]
 
     def constrained(self, eqn: Equation, given: Labels) -> list[Labels]:
-        names = [name for _, name in reversed(_compat.name_stack(eqn)) if isinstance(name, LayoutName)]
-        return [self.on_whole(names[0].layout, given, shape_of(eqn.outvars[0])) if names else given]
+        layout = _named_by(eqn)
+        return [given if layout is None else self.on_whole(layout, given, shape_of(eqn.outvars[0]))]
 
     def on_whole(self, layout: Layout, given: Labels, shape: Sequence[int], mapped: Sequence[int] = ()) -> Labels:
         """The names that a layout gives to a whole array."""
@@ -50,7 +69,7 @@ class WholeNames(Names):
             self.sizes = own
 
     def rule_constrained(self, eqn: Equation, operands: Sequence[Labels]) -> Sequence[Labels]:
-        self.taken[self.path, id(eqn)] = operands
+        self.take(eqn, operands)
         return self.keep(eqn, self.constrained(eqn, operands[0]))
 
     rules: ClassVar[Mapping[str, Rule]] = {
@@ -70,31 +89,47 @@ def names_of(jaxpr: Any, sizes: Mapping[str, int], layouts: Sequence[Layout | No
     names = WholeNames(sizes)
     variables = opened(jaxpr)[0].invars
     blank = [names.constant(var, None) for var in variables]
-    told = [own or _asked(jaxpr, i) for i, own in enumerate(layouts or [None] * len(blank))]
+    asked = _Asked()
+    walk(jaxpr, range(len(blank)), asked)
+    told = [own or asked.found.get(i) for i, own in enumerate(layouts or [None] * len(blank))]
     given = [
         one if layout is None else names.on_whole(layout, one, shape_of(var))
         for one, layout, var in zip(blank, told, variables, strict=True)
     ]
+    names.returned(jaxpr)
     walk(jaxpr, given, names)
     return names
 
 
-def _asked(jaxpr: Any, number: int) -> Layout | None:
-    """The layout that a kernel in auto mode asks for an input of a program, in it or in what it calls."""
-    body = opened(jaxpr)[0]
-    var = body.invars[number]
-    for eqn in body.eqns:
-        at = next((i for i, atom in enumerate(eqn.invars) if atom is var), None)
-        if at is None:
-            continue
-        if eqn.primitive.name == "sharding_constraint":
-            names = [name for _, name in reversed(_compat.name_stack(eqn)) if isinstance(name, LayoutName)]
-            return names[0].layout if names else None
-        part = call_of(eqn)
-        found = None if part is None or at not in part.operands else _asked(part.jaxpr, part.operands.index(at))
-        if found is not None:
-            return found
-    return None
+class _Asked(Domain):
+    """The layouts that kernels in auto mode ask for the inputs of a program, which have their numbers as values."""
+
+    rules: ClassVar[Mapping[str, Rule]] = {"sharding_constraint": lambda walk, eqn, operands: walk.ask(eqn, *operands)}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Layout | None] = {}
+
+    def constant(self, var: Variable | None, value: Any) -> None:
+        return None
+
+    def step(self, eqn: Equation, operands: Sequence[int | None]) -> list[None]:
+        return [None] * len(eqn.outvars)
+
+    def equation(self, eqn: Equation, operands: Sequence[int | None]) -> Sequence[int | None]:
+        part = call_of(eqn)  # what a loop is given is not all of an input
+        return self.step(eqn, operands) if part is None else self.call(eqn, part, operands)
+
+    def ask(self, eqn: Equation, number: int | None) -> list[None]:
+        if number is not None:
+            self.found.setdefault(number, _named_by(eqn))
+        return [None]
+
+
+def _named_by(eqn: Equation) -> Layout | None:
+    """The layout of ours that a constraint asks for."""
+    names = [name for _, name in reversed(_compat.name_stack(eqn)) if isinstance(name, LayoutName)]
+    return names[0].layout if names else None
 
 
 class Places(Recording):

@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from spmd._text import Line, Table, bytes_text, html_page, plain, rich_lines, seconds_text, shown_width, wrapped
+from spmd._text import Line, Table, bytes_text, html_page, seconds_text, wrapped
 from spmd._text import Row as Texts
 from spmd.accelerators import Hardware
 from spmd.errors import MeshError
 from spmd.inspect import Explanation, Memory, Time
+from spmd.inspect._reports import Report, fields_of
 from spmd.inspect._roofline import estimate, priced
 
 # --- the meshes of a number of devices: how many lie along each axis, and which axes lie inside a node ----------------
@@ -208,16 +209,7 @@ class Row:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "mesh": dict(self.mesh),
-            "choice": {name: _plain(value) for name, value in self.choice.items()},
-            "seconds": self.seconds,
-            "time": self.time.to_dict(),
-            "memory": self.memory.to_dict(),
-            "bytes_by_axis": dict(self.bytes_by_axis),
-            "mfu": self.mfu,
-            "pareto": self.pareto,
-        }
+        return {**fields_of(self), "choice": {name: _plain(value) for name, value in self.choice.items()}}
 
 
 def row_of(
@@ -334,7 +326,7 @@ class Found:
         return [f"{self.counts[kind]:,} {text}" for kind, text in _KINDS.items() if self.counts[kind]]
 
 
-class Search:
+class Search(Report):
     """The meshes of a search, best first. `search` makes it, and printing it shows `table()`.
 
     Attributes:
@@ -396,17 +388,9 @@ class Search:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "devices": self.devices,
-            "axes": list(self.axes),
-            "hardware": self.hardware.name,
-            "considered": self.considered,
-            "excluded": self.counts,
-            "traced": self.traced,
-            "untraced": len(self.untraced),
-            "proven": self.proven,
-            "rows": [row.to_dict() for row in self.rows],
-        }
+        found = fields_of(self, "devices", "axes", "considered", "traced", "proven", "rows")
+        more = {"hardware": self.hardware.name, "excluded": self.counts, "untraced": len(self.untraced)}
+        return {**found, **more}
 
     def table(self, width: int | None = None) -> str:
         """Return the search as text.
@@ -414,7 +398,7 @@ class Search:
         Args:
           width: The number of columns. By default it is that of the terminal.
         """
-        return plain(self._lines(shown_width(width)))
+        return self._text(width)
 
     def _heading(self) -> str:
         return f"{self.devices:,} devices over {', '.join(self.axes)} on {self.hardware.name}"
@@ -450,17 +434,11 @@ class Search:
         heading: list[Line] = [[(line, "bold")] for line in wrapped(self._heading(), width)]
         return [*heading, *self._texts().lines(width), *([(line, "")] for line in text)]
 
-    def __str__(self) -> str:
-        return self.table()
-
     def __repr__(self) -> str:
         return f"Search({self._heading()}: best {self.best.name}, {self.traced} of {self.considered} traced)"
 
     def _repr_html_(self) -> str:
         return html_page(self._heading(), [self._texts()])
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from rich_lines(self._lines(options.max_width))
 
 
 def _behind(row: Row, best: Row, place: int, count: int) -> str:

@@ -80,7 +80,7 @@ def printed(name: str) -> Explanation:
     program = explain(make_mlp(), *arguments(MESH))
     report = collectives_of_text(HLO, mesh=program.mesh)
     machine = spmd.accelerators.hardware("tpu-v5p")
-    return Explanation("mlp", program.mesh, program.written, report, machine=machine, platform="gpu")
+    return Explanation("mlp", program.mesh, program.written, report, hardware=machine, platform="gpu")
 
 
 NAMES = ("gradient", "forward", "changed", "nothing")

@@ -100,3 +100,14 @@ def test_a_factor_that_differs_keeps_a_sum_where_it_is():
         return x @ spmd.psum(x.sum(0), "d {U:dp} -> d")
 
     assert explain(scaled, random(8, 32)).hints == ()
+
+
+@pytest.mark.parametrize(
+    "then, found", [(jnp.sum, ["large"]), (jax.jit(jnp.sum), ["large"]), (lambda y: (y * y).sum(), [])]
+)
+def test_a_sum_is_followed_into_calls_and_not_through_a_product_with_itself(then, found):
+    @spmd.kernel("d/dp f -> scalar", mesh=DEVICES)
+    def total(w):
+        return then(spmd.psum(w.sum(0), "f {U:dp} -> f"))
+
+    assert [one.kind for one in explain(total, random(16, 4), compiled=False).hints] == found

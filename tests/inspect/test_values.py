@@ -33,6 +33,15 @@ def test_an_open_buffer_takes_the_result_in():
     assert ending_bytes([(Value(buffers=frozenset({product}), chain=True), 96.0)]) == 0
 
 
+def test_a_result_goes_into_the_smallest_buffer_that_has_room():
+    """Whatever the order of a set, which goes by addresses."""
+    found = set()
+    for _ in range(50):
+        buffers = frozenset(Buffer(nbytes, open=True) for nbytes in (64.0, 96.0, 200.0))
+        found.add(ending_bytes([(Value(buffers=buffers, chain=True), 96.0)]))
+    assert found == {64.0 + 200.0}
+
+
 def test_elementwise_results_lie_with_their_operands():
     lies, scalar = Value((("dp",), ()), "x"), Value(ANYWHERE)
     [out] = through(equation(lambda x: jnp.exp(x), X), [lies])
