@@ -27,6 +27,9 @@ class Task(NamedTuple):
     coordinator: str | None = None
     detected: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.source}: rank {self.rank}{f' of {self.count}' if self.count is not None else ''}"
+
 
 LAUNCHER = "python -m spmd launch"
 REMADE = "SPMD_REMADE"  # what a process that `cluster.remake` has started anew is told

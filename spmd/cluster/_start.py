@@ -25,11 +25,11 @@ import jax.experimental.multihost_utils as multihost
 
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.lines import is_of_library
 from spmd._processes.agreement import disagreements, first_difference
 from spmd._processes.environment import REMADE, Task, tasks
 from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
-from spmd.cluster._stacks import is_installed
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -265,13 +265,8 @@ def _agreed(given: Task | None, found: list[Task]) -> Task | None:
         if first.rank != one.rank or (first.count != one.count and None not in (first.count, one.count)):
             rule = "two sources disagree on which process this is."
             advice = "leave the arguments out; or unset the variables of the one that is wrong"
-            raise MeshError(rule, call="initialize(...)", got=[_says(first), _says(one)], advice=advice)
+            raise MeshError(rule, call="initialize(...)", got=[str(first), str(one)], advice=advice)
     return first
-
-
-def _says(task: Task) -> str:
-    count = "" if task.count is None else f" of {task.count}"
-    return f"{task.source}: rank {task.rank}{count}"
 
 
 def _on_a_tpu() -> bool:
@@ -284,7 +279,7 @@ def _address(task: Task) -> dict[str, Any]:
     if not where:
         rule = "nothing says where process 0 listens."
         advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
-        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+        raise MeshError(rule, call="initialize(...)", got=[str(task)], advice=advice)
     found = {"coordinator_address": where, "num_processes": task.count, "process_id": task.rank}
     host, _, port = where.rpartition(":")
     local = host in ("localhost", "127.0.0.1", "[::1]")
@@ -293,7 +288,7 @@ def _address(task: Task) -> dict[str, Any]:
     if task.rank == 0 and port.isdecimal() and _in_use(int(port), local):
         rule = f"port {port} of this host is in use, so process 0 cannot listen there."
         advice = "another port: coordinator_address, MASTER_PORT, or --coordinator of launch"
-        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+        raise MeshError(rule, call="initialize(...)", got=[str(task)], advice=advice)
     return found
 
 
@@ -319,7 +314,7 @@ def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None
     except (RuntimeError, ValueError) as error:
         rule = "JAX could not join the processes."
         advice = "call it once, before anything that makes an array or asks for devices"
-        got = [_says(found), jax_errors.first_line(error)]
+        got = [str(found), jax_errors.first_line(error)]
         raise MeshError(rule, call="initialize(...)", got=got, advice=advice) from error
     _choose_devices(cpu_devices)
     here = jax.process_count()
@@ -387,12 +382,12 @@ def compared(arguments: Sequence[str], ignore: Sequence[str | int] = ()) -> list
 
 
 def _files() -> dict[str, str]:
-    """Hashes of the program's own files that are loaded: not of Python's, and not of packages that are installed."""
+    """Hashes of the program's own files that are loaded, and of ours: not of Python's or of other packages."""
     paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     top = os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
     found = {}
-    for path in {os.path.abspath(one) for one in paths if one.endswith(".py") and not is_installed(one)}:
+    for path in {os.path.abspath(one) for one in paths if one.endswith(".py") and not is_of_library(one)}:
         with contextlib.suppress(FileNotFoundError):
             found[os.path.relpath(path, top)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found
