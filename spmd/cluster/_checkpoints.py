@@ -56,7 +56,8 @@ class Lease:
     def __init__(self, folder: Any) -> None:
         self._file = folder / "lease.json"
         self._heard: tuple[Any, float] = (None, 0.0)  # the last word of another holder, and when we first heard it
-        self._ended: threading.Event | None = None  # while it is held: when that ends
+        self.held = False  # whether this object has taken it
+        self._ended = threading.Event()
 
     def holder(self) -> dict[str, str] | None:
         """The other program that holds it; None where nobody does, or one that is known to have ended."""
@@ -73,11 +74,6 @@ class Lease:
             self._heard = word, time.monotonic()
         return dict(found)
 
-    @property
-    def held(self) -> bool:
-        """Return whether this object has taken it."""
-        return self._ended is not None
-
     def take(self) -> str:
         """Hold it from now on. Where another program holds it, wait for its next word: the program, or nothing if there
         is none in `PATIENCE` seconds, for then it has ended."""
@@ -92,15 +88,15 @@ class Lease:
             self._say()
             time.sleep(BEAT / 50)
             if self.holder() is None:  # nobody took it in the same moment
-                self._ended = threading.Event()
+                self.held, self._ended = True, threading.Event()
                 threading.Thread(target=self._go_on, args=(self._ended,), daemon=True).start()
         return _lease_named(self.holder())  # of a process that stood still, it may have been taken
 
     def release(self) -> None:
         """Let others take it."""
-        if self._ended is not None:
+        if self.held:
             self._ended.set()
-            self._ended = None
+            self.held = False
             if self.holder() is None:
                 self._file.unlink(missing_ok=True)
 
@@ -372,14 +368,13 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and jax.process_count() > 1:
-            return  # the others do not wait for a process that has failed
-        try:
+        if kind is None:
             self.close()
-        except SpmdError as failure:
-            if kind is None:
-                raise
-            _say(failure)  # what ended the block is raised
+        elif jax.process_count() == 1:  # else the others do not wait for a process that has failed
+            try:
+                self.close()
+            except SpmdError as failure:
+                _say(failure)  # what ended the block is raised
 
     # --- inside ---
 
@@ -556,8 +551,9 @@ class Checkpoints:
         """The arrays of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the others
         wait for it for minutes."""
         rank = jax.process_index()
-        alone = {"primary_host": rank, "active_processes": {rank}, "barrier_sync_key_prefix": f"read{rank}"}
-        options = self._orbax.options.MultiprocessingOptions(**alone if jax.process_count() > 1 else {})
+        options = self._orbax.options.MultiprocessingOptions(
+            primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"read{rank}"
+        )
         handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
             reading = self._orbax.Checkpointer(handler, multiprocessing_options=options)

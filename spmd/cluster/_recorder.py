@@ -176,8 +176,9 @@ class Watch:
 
     def _watch(self) -> None:
         self._look()
-        late = recorder.laps >= _LAPS and self._idle > self.patience + self._longest
-        if self._silent() or (late and time.monotonic() > self._quiet) or self._said("places"):
+        now = time.monotonic()
+        late = recorder.laps >= _LAPS and now > max(self._progress + self.patience + self._longest, self._quiet)
+        if self._silent() or late or self._said("places"):
             self._settle()
 
     def guard(self) -> None:
@@ -191,10 +192,6 @@ class Watch:
     def _end_without_coordinator(self) -> None:
         recorder.left = []
         self._end(f"{_head([recorder.step])}rank 0, which has the coordinator of all, does not answer.")
-
-    @property
-    def _idle(self) -> float:
-        return time.monotonic() - self._progress
 
     def _call(self, name: str, *args: Any, **how: Any) -> Any:
         self._calling = time.monotonic()

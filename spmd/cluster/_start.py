@@ -110,10 +110,8 @@ def stopping(step: int) -> bool:
     if not asked.watching:
         asked.watch()
     if not asked.reached:
-        if jax.process_count() == 1:
-            asked.reached = asked.signal is not None
-        else:
-            asked.reached = multihost.reached_preemption_sync_point(int(step))
+        several = jax.process_count() > 1
+        asked.reached = multihost.reached_preemption_sync_point(int(step)) if several else asked.signal is not None
     return asked.reached
 
 
@@ -227,12 +225,9 @@ def same_program(lowered: Any) -> None:
         raise MeshError(rule, advice="as in same_program(jax.jit(step).lower(state, batch))")
     if found := first_difference(lowered.as_text().splitlines()):
         rule = "the processes have not lowered the same program."
-        raise MeshError(rule, call="same_program(...)", got=[found], advice=_SAME)
-
-
-_SAME = (
-    "compute shapes, meshes and constants from what is equal in all processes, not from the rank, the time or a file"
-)
+        where = "from what is equal in all processes, not from the rank, the time or a file"
+        advice = f"compute shapes, meshes and constants {where}"
+        raise MeshError(rule, call="same_program(...)", got=[found], advice=advice)
 
 
 def _given(address: str | None, count: int | None, rank: int | None) -> Task | None:
