@@ -17,21 +17,21 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import anywhere, everyone, in_all
+from spmd._processes.copies import by_device, checksums
 from spmd._python.rooms import nearest
-from spmd._trees.leaves import is_key, kind_of
+from spmd._trees.leaves import kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket, library
 from spmd.cluster._recorder import recorder
@@ -577,49 +577,7 @@ class _Damaged(Exception):
     """A step cannot be restored."""
 
 
-# --- checksums -------------------------------------------------------------------------------------------------------
-
-# A checksum is a sum of 32 bits over all elements, each mixed with its position. So it does not depend on how they are
-# cut. The devices sum what they hold, where an array is saved and where it is read. A change of one bit changes the
-# sum; one in four billion of the other changes does not.
-
-
-@jax.jit
-def checksum(x: jax.Array) -> jax.Array:
-    """The checksum of an array, which the devices compute."""
-    words = _words(x)
-    place = jnp.uint32(0)
-    for dim, size in enumerate(words.shape):
-        steps = jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1)
-        # mixed once for each position along a dimension, which XLA would do again for each element
-        steps = jax.lax.optimization_barrier(_scrambled(_scrambled(steps)))
-        place += jax.lax.broadcast_in_dim(steps, words.shape, (dim,))
-    return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as unsigned integers of at most 32 bits; of random keys, those of their numbers."""
-    if is_key(x):
-        x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], -1)
-    if x.dtype == bool:
-        return x.astype(jnp.uint8)
-    width = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
-
-
-def _scrambled(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3. Appleby, 2011."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-@jax.jit
-def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
-    return {path: checksum(x) for path, x in leaves.items()}
+# --- numbers that are not finite --------------------------------------------------------------------------------------
 
 
 @jax.jit
@@ -627,19 +585,6 @@ def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
     """Return whether all numbers of each block are finite."""
     narrow = lambda x: jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
     return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
-
-
-def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
-    """Return what a jitted function says of the blocks of each device of this process."""
-    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
-    for path, x in leaves.items():
-        for part in x.addressable_shards:
-            blocks[part.device][path] = part.data
-    found = []
-    for device, several in blocks.items():
-        with jax.set_mesh(Mesh([device], ("device",))):  # the mesh of the program around it has others
-            found.append(look(several))
-    return dict(zip(blocks, jax.device_get(found), strict=True))
 
 
 def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import collections
-import socket
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from spmd._processes.agreement import anywhere, everyone, gathered
-from spmd._processes.replicas import block_text
-from spmd.cluster._checkpoints import by_device, checked, checksums, named, not_finite
+from spmd._processes.agreement import anywhere
+from spmd._processes.copies import different_copies
+from spmd.cluster._checkpoints import checked, named, not_finite
 from spmd.errors import SpmdError, is_int
 
 
@@ -45,7 +39,7 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
     if step % every:
         return
     leaves = checked(named(state, call), call)
-    if wrong := _differences(leaves):
+    if wrong := different_copies(leaves):
         rule = (
             "copies that are equal by their layout differ: a bit has flipped, or the devices computed different things."
         )
@@ -56,30 +50,3 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
         raise SpmdError(
             "numbers of the state are not finite.", call=call, got=[unsound], advice="restore(...) goes back"
         )
-
-
-def _differences(leaves: Mapping[str, jax.Array]) -> list[str]:
-    """The blocks of which devices hold different copies, and on which of them."""
-    most = max(collections.Counter(one.process_index for one in jax.devices()).values())
-    sums = by_device(checksums, leaves)
-    mine = [[one.id, *(sums.get(one, {}).get(path, 0) for path in leaves)] for one in jax.local_devices()]
-    whole = gathered(np.array([*mine, *mine[:1] * (most - len(mine))], np.uint32))
-    row_of = {int(row[0]): row[1:] for row in whole.reshape(-1, 1 + len(leaves))}
-    found: list[tuple[str, dict[Any, int]]] = []
-    for leaf, (path, x) in enumerate(leaves.items()):
-        copies: dict[str, dict[Any, int]] = collections.defaultdict(dict)
-        for device, where in x.sharding.devices_indices_map(x.shape).items():
-            copies[path + block_text(where, x.shape)][device] = int(row_of[device.id][leaf])
-        found += [(block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
-    hosts = everyone(socket.gethostname()) if found else []
-    return [_odd(*one, hosts) for one in found]
-
-
-def _odd(block: str, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
-    """Return who has other copies of a block than most."""
-    counts = collections.Counter(sums.values()).most_common()
-    clear = len(counts) == 1 or counts[0][1] > counts[1][1]
-    odd = [device for device, value in sums.items() if not clear or value != counts[0][0]]
-    shown = ", ".join(f"device {one.id} (rank {one.process_index} on {hosts[one.process_index]})" for one in odd[:8])
-    others = f"differs from {counts[0][1]} equal copies" if clear else "have different copies, and no majority is right"
-    return f"{block}: {shown} {others}"

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -27,7 +26,7 @@ from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.lines import is_of_library
 from spmd._processes.agreement import disagreements, first_difference
-from spmd._processes.environment import REMADE, Task, tasks
+from spmd._processes.environment import Task, agreed, tasks
 from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
@@ -183,7 +182,7 @@ def initialize(
     if jax.distributed.is_initialized():
         found = Task("jax.distributed", jax.process_index(), jax.process_count())
     else:
-        found = _agreed(given, tasks())
+        found = agreed(given, tasks())
         if found is None:
             _choose_devices(cpu_devices)
             return
@@ -239,34 +238,6 @@ def _given(address: str | None, count: int | None, rank: int | None) -> Task | N
         call = f"initialize({address!r}, {count!r}, {rank!r})"
         raise MeshError(rule, call=call, advice='as in initialize("host:1234", num_processes=2, process_id=0)')
     return Task("the arguments", int(rank), int(count), address)
-
-
-def _agreed(given: Task | None, found: list[Task]) -> Task | None:
-    """The source to go by; None for a program that is alone.
-
-    Who says that there is one process contradicts nobody: a step of one task can start processes of its own.
-
-    Raises:
-      MeshError: Two sources disagree.
-    """
-    given = None if REMADE in os.environ else given
-    if given is not None and given.count == 1:
-        return None
-    several = [one for one in (given, *found) if one is not None and one.count != 1]
-    if not several:
-        return Task("JAX (TPU)", 0, None, detected=True) if _on_a_tpu() else None
-    first = several[0]
-    for one in several[1:]:
-        if first.rank != one.rank or (first.count != one.count and None not in (first.count, one.count)):
-            rule = "two sources disagree on which process this is."
-            advice = "leave the arguments out; or unset the variables of the one that is wrong"
-            raise MeshError(rule, call="initialize(...)", got=[str(first), str(one)], advice=advice)
-    return first
-
-
-def _on_a_tpu() -> bool:
-    platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu"
-    return "tpu" in platforms and importlib.util.find_spec("libtpu") is not None
 
 
 def _address(task: Task) -> dict[str, Any]:
