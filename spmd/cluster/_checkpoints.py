@@ -243,8 +243,9 @@ class Checkpoints:
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
-        Communication: in several processes an all-gather of 32 bytes: whether the last one is written, and whether the
-        disk takes this one. The devices compute the checksums, of which they add up 4 bytes for each array.
+        Communication: in several processes two all-gathers of 32 bytes: whether the last one is written and the disk
+        takes this one, and whether the numbers are finite. The devices compute the checksums, of which they add up 4
+        bytes for each array.
 
         Args:
           step: How many steps were done.
@@ -261,8 +262,9 @@ class Checkpoints:
             raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="save(step, state)")
         call = f"save({step}, state)"
         step, leaves = int(step), checked(named(state, call), call)
-        unsound = not_finite(leaves) if self._finite else []
-        refused = self._settle(sum(x.nbytes for x in leaves.values()), step, ", ".join(unsound[:5]))
+        refused = self._settle(sum(x.nbytes for x in leaves.values()), step)
+        if self._finite:
+            check_finite(leaves, call, "; checkpoints(path, finite=False) saves such numbers")
         if step in self._known() - self._damaged:
             self._any, self._failure = True, None
             return
@@ -405,7 +407,7 @@ class Checkpoints:
             self._steps = {int(step) for one in everyone(list(map(int, here))) for step in one}
         return self._steps
 
-    def _settle(self, size: int = 0, step: int | None = None, unsound: str = "") -> str:
+    def _settle(self, size: int = 0, step: int | None = None) -> str:
         """Wait until what was saved is written, and report it if it is not. Why the disk would not take `size` more
         bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
         (saved, failure), self._writing = self._writing or (None, None), None
@@ -418,9 +420,8 @@ class Checkpoints:
         if failure is not None and refused_by is None:
             raise failure
         other, refused = ("", "") if step is None else self._admitted(size)
-        told, refused, other, unsound = anywhere(
-            "" if refused_by is None else jax_errors.first_line(refused_by), refused, other, unsound
-        )
+        told = "" if refused_by is None else jax_errors.first_line(refused_by)
+        told, refused, other = anywhere(told, refused, other)
         if other:
             advice = "give each program a folder of its own, or wait until that one has ended"
             got = [f"path: {self.path}", other]
@@ -435,10 +436,6 @@ class Checkpoints:
             self._known().add(saved)
             self._damaged.discard(saved)
             self._retain()
-        if unsound:
-            rule = "numbers of the state are not finite, so it is not saved."
-            advice = "restore(...) goes back to the last step; checkpoints(path, finite=False) saves such numbers"
-            raise SpmdError(rule, call=f"save({step}, state)", got=[unsound], advice=advice)
         return refused
 
     def _admitted(self, size: int) -> tuple[str, str]:
@@ -587,11 +584,18 @@ def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
     return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
 
 
-def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:
-    """The arrays of which this process has numbers that are not finite."""
+def check_finite(leaves: Mapping[str, jax.Array], call: str, more: str = "") -> None:
+    """Complain about numbers that are not finite, in all processes.
+
+    Communication: in several processes an all-gather of 32 bytes.
+    """
     inexact = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     found = by_device(finite, inexact).values()
-    return list(dict.fromkeys(path for one in found for path, fine in one.items() if not fine))
+    here = dict.fromkeys(path for one in found for path, fine in one.items() if not fine)
+    [unsound] = anywhere(", ".join([*here][:5]))
+    if unsound:
+        rule, advice = "numbers of the state are not finite.", f"restore(...) goes back{more}"
+        raise SpmdError(rule, call=call, got=[unsound], advice=advice)
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------
