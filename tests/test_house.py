@@ -33,7 +33,7 @@ BUDGET = {
     "_python": 210,
     "_trees": 440,
     "checker": 5660,
-    "cluster": 1785,
+    "cluster": 1780,
     "comm": 2320,
     "drawing": 300,
     "haliax": 340,

@@ -306,24 +306,15 @@ class Watch:
         with contextlib.suppress(io.UnsupportedOperation, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
         print(text, file=sys.stderr, flush=True)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._go_last()
+        if recorder.left:  # else process 0 does not answer
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.client.wait_at_barrier(f"spmd/ends/{self._round}", int(1000 * GATHER), recorder.left)
+        if self.rank == 0:  # it has JAX's service, without which JAX aborts the others
+            time.sleep(0.5)
         code = HUNG if self.on_hang is None else self.on_hang(text)
         if code is not None:
             recorder.code = code
             end_now(code)
-
-    def _go_last(self) -> None:
-        """Let the others end before process 0, where JAX's service is: without it JAX aborts them."""
-        if not recorder.left:  # process 0 does not answer
-            return
-        if self.rank > 0:
-            self._call("key_value_set", f"spmd/leaves/0/{self.rank}", "0", allow_overwrite=True)
-        else:
-            until = time.monotonic() + GATHER
-            while len(self._said("leaves")) < len(recorder.left) - 1 and time.monotonic() < until:
-                time.sleep(0.05)
-            time.sleep(0.5)
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
