@@ -152,9 +152,9 @@ def initialize(
       cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
         JAX's devices start. Where JAX_NUM_CPU_DEVICES is set, as by `launch --devices`, that number counts.
       check: Whether to compare, from now on, what each process gives whole, keys and numbers too: in `shard`, in the
-        arguments of `init` and of kernels that are called outside `jit`, and the copies in `from_process_local`. Each
-        such call has an all-gather of one hash, and takes the time to hash, about 1.4 ms for each MiB. The
-        arguments of your own `jax.jit` are not seen: pass them through `shard`.
+        arguments of `init` and of kernels that are called outside `jit`. Each such call has an all-gather of one hash,
+        and takes the time to hash, about 1.4 ms for each MiB. In `from_process_local` the devices compare the copies.
+        The arguments of your own `jax.jit` are not seen: pass them through `shard`.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
