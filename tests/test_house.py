@@ -33,7 +33,7 @@ BUDGET = {
     "_python": 210,
     "_trees": 440,
     "checker": 5660,
-    "cluster": 1765,
+    "cluster": 1770,
     "comm": 2320,
     "drawing": 300,
     "haliax": 340,

@@ -27,6 +27,7 @@ COORDINATOR_PORT = 8476  # of the coordinator, where hosts have to agree on one;
 # a line of the program that is not ended yet.
 _CHATTER = re.compile(r"\[Gloo\] Rank |peer ranks\. Expected number of connected")
 _CHATTER_ENDS = re.compile(r".*Expected number of connected peer ranks is : \d+")
+_HELD = 1000  # lines that wait to be printed, after which who writes more waits too
 _LAST = 40  # lines of a failed process that are printed again at the end
 
 
@@ -181,14 +182,16 @@ class _Watch:
     """Starts the processes, prints what they say, passes signals on, and ends the others when one fails."""
 
     def __init__(self, plan: Launch, pipe: int) -> None:
-        self.said: queue.SimpleQueue[tuple[Process, str, IO[str]]] = queue.SimpleQueue()
-        self.running = [self._start(plan, rank, pipe) for rank in range(plan.first, plan.first + plan.count)]
         self.failed: Process | None = None
+        self.said: queue.Queue[tuple[Process, str, IO[str]] | None] = queue.Queue(_HELD)
+        self.printer = threading.Thread(target=self._print, daemon=True)  # a full pipe stops it, and not who watches
+        self.printer.start()
+        self.running = [self._start(plan, rank, pipe) for rank in range(plan.first, plan.first + plan.count)]
         self.stopping = False  # a signal to the launcher ends them all, and gives them time to save
         self.deadline = float("inf")
 
     def wait(self, asked: list[int]) -> None:
-        """Wait until all have ended. `failed` is the first that failed."""
+        """Wait until all have ended, and what they said is printed. `failed` is the first that failed."""
         while self.running:
             while asked:
                 self._pass_on(asked.pop(0))
@@ -196,10 +199,11 @@ class _Watch:
             ended = [one for one in self.running if one.child.poll() is not None]
             for one in sorted(ended, key=lambda one: one.child.returncode == -signal.SIGABRT):
                 self._ended(one)
-            self._print()
             if time.monotonic() > self.deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.02)
+        self.said.put(None)
+        self.printer.join()
 
     def _start(self, plan: Launch, rank: int, pipe: int) -> Process:
         runner = str(Path(__file__).with_name("_rank.py"))
@@ -225,13 +229,16 @@ class _Watch:
             for line in _without_chatter(source):
                 self.said.put((process, line, sink))
 
-    def _print(self, first: Process | None = None) -> None:
-        """Print what was said so far, of one process before the others."""
-        lines = [self.said.get() for _ in range(self.said.qsize())]
-        for process, text, sink in sorted(lines, key=lambda line: line[0] is not first):
-            if sink is sys.stderr:
-                process.last = [*process.last, text][-_LAST:]
-            print(f"[{process.rank}] {text}", file=sink, flush=True)
+    def _print(self) -> None:
+        """Print what they say until all have ended, of one that failed before the others."""
+        going = True
+        while going:
+            lines = [self.said.get() for _ in range(self.said.qsize() or 1)]
+            first, going = self.failed, None not in lines
+            for process, text, sink in sorted(filter(None, lines), key=lambda line: line[0] is not first):
+                if sink is sys.stderr:
+                    process.last = [*process.last, text][-_LAST:]
+                print(f"[{process.rank}] {text}", file=sink, flush=True)
 
     def _pass_on(self, number: int) -> None:
         if number == signal.SIGUSR1:
@@ -246,9 +253,8 @@ class _Watch:
         for reader in process.readers:
             reader.join(timeout=1)  # a child of its own may still hold the pipe open
         if process.child.returncode and self.failed is None:
-            self.failed = process
+            self.failed = process  # it has said all, and that is printed before the others go on
             if not self.stopping:
-                self._print(first=process)  # it says all it has to say before the others go on
                 self._send(signal.SIGTERM)
                 self.deadline = time.monotonic() + GRACE
 
