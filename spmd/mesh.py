@@ -180,7 +180,7 @@ def _check_joined(call: str) -> None:
     if task is not None:
         rule = f"{task.count} processes were started, and this one has not joined the others."
         advice = "spmd.cluster.initialize() at the top of the program; or alone=True for a mesh of its own"
-        raise MeshError(rule, call=call, got=[f"{task.source}: rank {task.rank}"], advice=advice)
+        raise MeshError(rule, call=call, got=[str(task)], advice=advice)
 
 
 def _check_everyone(pool: Sequence[Any], call: str) -> None:

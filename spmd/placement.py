@@ -391,8 +391,8 @@ def from_process_local(
 
     Every process gives its own part, in the order of its devices in the mesh. A single process gives the whole.
 
-    Communication: none between devices, except with `check`: an all-gather of the shapes, and one of a hash for each
-    block. Each process sends its own part from the host to its devices.
+    Communication: none between devices, except with `check`: an all-gather of the shapes, and one of 4 bytes for
+    each array and device. Each process sends its own part from the host to its devices.
 
     Args:
       tree: A NumPy array or a pytree of them, this process's part.

@@ -103,7 +103,8 @@ def gradient_line(eqn: Any) -> LineName:
 @functools.cache
 def is_users(file: str) -> bool:
     """Return whether the user wrote a file: not we, nor JAX, and it was not installed as a package."""
-    return is_outside(file) and not file.startswith((*_INSTALLED, "<frozen "))
+    installed = file.startswith((*_INSTALLED, "<frozen ")) or "site-packages" in file or "dist-packages" in file
+    return is_outside(file) and not installed
 
 
 def is_of_library(file: str) -> bool:

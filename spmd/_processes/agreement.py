@@ -37,19 +37,6 @@ def disagreements(facts: Mapping[str, Any]) -> list[str]:
     return [line for line in lines if line]
 
 
-def conflicts(facts: Mapping[str, Any]) -> list[str]:
-    """Return what two processes have differently, where each has some of the facts only; one line for each fact.
-
-    Communication: an all-gather of the facts.
-    """
-    if jax.process_count() == 1:
-        return []
-    all_facts = everyone(facts)
-    names = list(dict.fromkeys(name for one in all_facts for name in one))
-    lines = [_held(name, {rank: one[name] for rank, one in enumerate(all_facts) if name in one}) for name in names]
-    return [line for line in lines if line]
-
-
 def first_difference(lines: Sequence[str]) -> str:
     """The first line that processes have differently, with the ranks; empty where all have the same.
 

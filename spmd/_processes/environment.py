@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from spmd.errors import MeshError
@@ -26,6 +27,9 @@ class Task(NamedTuple):
     count: int | None
     coordinator: str | None = None
     detected: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.source}: rank {self.rank}{f' of {self.count}' if self.count is not None else ''}"
 
 
 LAUNCHER = "python -m spmd launch"
@@ -55,7 +59,40 @@ def tasks(environment: Mapping[str, str] = os.environ) -> list[Task]:
 
 def forgotten() -> Task | None:
     """The source that says there are several processes, for a program that did not join them."""
-    return next((one for one in tasks() if one.count is not None and one.count > 1), None)
+    found = agreed(None, tasks())
+    return found if found is not None and found.count is not None else None
+
+
+def agreed(given: Task | None, found: Sequence[Task]) -> Task | None:
+    """The source to go by; None for a program that is alone.
+
+    Args:
+      given: What the program's own arguments say, which come first.
+      found: What the environment says.
+
+    Who says that there is one process contradicts nobody: a step of one task can start processes of its own.
+
+    Raises:
+      MeshError: Two sources disagree.
+    """
+    given = None if REMADE in os.environ else given
+    if given is not None and given.count == 1:
+        return None
+    several = [one for one in (given, *found) if one is not None and one.count != 1]
+    if not several:
+        return Task("JAX (TPU)", 0, None, detected=True) if _on_a_tpu() else None
+    first = several[0]
+    for one in several[1:]:
+        if first.rank != one.rank or (first.count != one.count and None not in (first.count, one.count)):
+            rule = "two sources disagree on which process this is."
+            advice = "leave the arguments out; or unset the variables of the one that is wrong"
+            raise MeshError(rule, call="initialize(...)", got=[str(first), str(one)], advice=advice)
+    return first
+
+
+def _on_a_tpu() -> bool:
+    platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu"
+    return "tpu" in platforms and importlib.util.find_spec("libtpu") is not None
 
 
 def _launched(environment: Mapping[str, str]) -> Task | None:

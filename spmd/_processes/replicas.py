@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from spmd._processes.agreement import conflicts, disagreements
+from spmd._processes.agreement import disagreements
+from spmd._processes.copies import different_copies
 from spmd.errors import PlacementError
 from spmd.mesh import outside_trace, processes_of
 
@@ -53,7 +54,7 @@ def check_replicas(values: Iterable[tuple[str, Any]], mesh: Any, call: str) -> N
 def check_parts(arrays: Sequence[tuple[str, Any]], call: str) -> None:
     """Compare what the processes have made arrays of: the global shapes, and blocks that several hold copies of.
 
-    Communication: an all-gather of 32 bytes, and one of a hash for each block.
+    Communication: an all-gather of 32 bytes, and one of 4 bytes for each array and device.
 
     Raises:
       PlacementError: With the arrays and blocks that differ, and the ranks.
@@ -62,8 +63,7 @@ def check_parts(arrays: Sequence[tuple[str, Any]], call: str) -> None:
     if wrong := disagreements({path: f"{x.dtype.name}{list(x.shape)}" for path, x in arrays}):
         rule = "the parts of the processes do not make up one array: each process has another global shape."
         raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
-    blocks = {path + block_text(part.index, x.shape): part.data for path, x in arrays for part in x.addressable_shards}
-    if wrong := conflicts({name: fingerprint(data) for name, data in blocks.items()}):
+    if wrong := different_copies(dict(arrays)):
         rule = "processes that hold copies of one block have given different ones."
         raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
 
@@ -76,12 +76,6 @@ def _apart(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
         counts[name] += 1
         found.append((f"{name} ({counts[name]})" if counts[name] > 1 else name, x))
     return found
-
-
-def block_text(index: Sequence[slice] | None, shape: Sequence[int]) -> str:
-    """A block as Python writes it: `[0:4, 0:8]`; empty for a scalar."""
-    limits = (one.indices(n) for one, n in zip(index or (), shape, strict=True))
-    return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]" if shape else ""
 
 
 _ROWS = "each process reads the rows of spmd.cluster.my_rows(layout, shape)"

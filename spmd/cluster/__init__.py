@@ -5,12 +5,10 @@ checks early what JAX accepts in silence or reports after minutes.
 """
 
 from spmd._python.rooms import open_room
-from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints
+from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints, guard
 from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._fields import read_zarr, write_zarr
-from spmd.cluster._guard import guard
-from spmd.cluster._recorder import stragglers
-from spmd.cluster._remake import remake
+from spmd.cluster._recorder import remake, stragglers
 from spmd.cluster._start import initialize, same_program, stopping
 
 __all__ = [

@@ -17,21 +17,21 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import anywhere, everyone, in_all
+from spmd._processes.copies import by_device, checksums, different_copies
 from spmd._python.rooms import nearest
-from spmd._trees.leaves import is_key, kind_of
+from spmd._trees.leaves import kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import in_a_bucket, library
 from spmd.cluster._recorder import recorder
@@ -56,7 +56,8 @@ class Lease:
     def __init__(self, folder: Any) -> None:
         self._file = folder / "lease.json"
         self._heard: tuple[Any, float] = (None, 0.0)  # the last word of another holder, and when we first heard it
-        self._ended: threading.Event | None = None  # while it is held: when that ends
+        self.held = False  # whether this object has taken it
+        self._ended = threading.Event()
 
     def holder(self) -> dict[str, str] | None:
         """The other program that holds it; None where nobody does, or one that is known to have ended."""
@@ -73,11 +74,6 @@ class Lease:
             self._heard = word, time.monotonic()
         return dict(found)
 
-    @property
-    def held(self) -> bool:
-        """Return whether this object has taken it."""
-        return self._ended is not None
-
     def take(self) -> str:
         """Hold it from now on. Where another program holds it, wait for its next word: the program, or nothing if there
         is none in `PATIENCE` seconds, for then it has ended."""
@@ -92,15 +88,15 @@ class Lease:
             self._say()
             time.sleep(BEAT / 50)
             if self.holder() is None:  # nobody took it in the same moment
-                self._ended = threading.Event()
+                self.held, self._ended = True, threading.Event()
                 threading.Thread(target=self._go_on, args=(self._ended,), daemon=True).start()
         return _lease_named(self.holder())  # of a process that stood still, it may have been taken
 
     def release(self) -> None:
         """Let others take it."""
-        if self._ended is not None:
+        if self.held:
             self._ended.set()
-            self._ended = None
+            self.held = False
             if self.holder() is None:
                 self._file.unlink(missing_ok=True)
 
@@ -247,8 +243,9 @@ class Checkpoints:
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
-        Communication: in several processes an all-gather of 32 bytes: whether the last one is written, and whether the
-        disk takes this one. The devices compute the checksums, of which they add up 4 bytes for each array.
+        Communication: in several processes two all-gathers of 32 bytes: whether the last one is written and the disk
+        takes this one, and whether the numbers are finite. The devices compute the checksums, of which they add up 4
+        bytes for each array.
 
         Args:
           step: How many steps were done.
@@ -265,8 +262,9 @@ class Checkpoints:
             raise SpmdError(f"step is an integer that is not negative, not {step!r}.", call="save(step, state)")
         call = f"save({step}, state)"
         step, leaves = int(step), checked(named(state, call), call)
-        unsound = not_finite(leaves) if self._finite else []
-        refused = self._settle(sum(x.nbytes for x in leaves.values()), step, ", ".join(unsound[:5]))
+        refused = self._settle(sum(x.nbytes for x in leaves.values()), step)
+        if self._finite:
+            check_finite(leaves, call, "; checkpoints(path, finite=False) saves such numbers")
         if step in self._known() - self._damaged:
             self._any, self._failure = True, None
             return
@@ -372,14 +370,13 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and jax.process_count() > 1:
-            return  # the others do not wait for a process that has failed
-        try:
+        if kind is None:
             self.close()
-        except SpmdError as failure:
-            if kind is None:
-                raise
-            _say(failure)  # what ended the block is raised
+        elif jax.process_count() == 1:  # else the others do not wait for a process that has failed
+            try:
+                self.close()
+            except SpmdError as failure:
+                _say(failure)  # what ended the block is raised
 
     # --- inside ---
 
@@ -410,7 +407,7 @@ class Checkpoints:
             self._steps = {int(step) for one in everyone(list(map(int, here))) for step in one}
         return self._steps
 
-    def _settle(self, size: int = 0, step: int | None = None, unsound: str = "") -> str:
+    def _settle(self, size: int = 0, step: int | None = None) -> str:
         """Wait until what was saved is written, and report it if it is not. Why the disk would not take `size` more
         bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
         (saved, failure), self._writing = self._writing or (None, None), None
@@ -423,9 +420,8 @@ class Checkpoints:
         if failure is not None and refused_by is None:
             raise failure
         other, refused = ("", "") if step is None else self._admitted(size)
-        told, refused, other, unsound = anywhere(
-            "" if refused_by is None else jax_errors.first_line(refused_by), refused, other, unsound
-        )
+        told = "" if refused_by is None else jax_errors.first_line(refused_by)
+        told, refused, other = anywhere(told, refused, other)
         if other:
             advice = "give each program a folder of its own, or wait until that one has ended"
             got = [f"path: {self.path}", other]
@@ -440,10 +436,6 @@ class Checkpoints:
             self._known().add(saved)
             self._damaged.discard(saved)
             self._retain()
-        if unsound:
-            rule = "numbers of the state are not finite, so it is not saved."
-            advice = "restore(...) goes back to the last step; checkpoints(path, finite=False) saves such numbers"
-            raise SpmdError(rule, call=f"save({step}, state)", got=[unsound], advice=advice)
         return refused
 
     def _admitted(self, size: int) -> tuple[str, str]:
@@ -556,8 +548,9 @@ class Checkpoints:
         """The arrays of a step. Each process reads for itself: where one cannot, Orbax's own restore lets the others
         wait for it for minutes."""
         rank = jax.process_index()
-        alone = {"primary_host": rank, "active_processes": {rank}, "barrier_sync_key_prefix": f"read{rank}"}
-        options = self._orbax.options.MultiprocessingOptions(**alone if jax.process_count() > 1 else {})
+        options = self._orbax.options.MultiprocessingOptions(
+            primary_host=rank, active_processes={rank}, barrier_sync_key_prefix=f"read{rank}"
+        )
         handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
             reading = self._orbax.Checkpointer(handler, multiprocessing_options=options)
@@ -581,49 +574,7 @@ class _Damaged(Exception):
     """A step cannot be restored."""
 
 
-# --- checksums -------------------------------------------------------------------------------------------------------
-
-# A checksum is a sum of 32 bits over all elements, each mixed with its position. So it does not depend on how they are
-# cut. The devices sum what they hold, where an array is saved and where it is read. A change of one bit changes the
-# sum; one in four billion of the other changes does not.
-
-
-@jax.jit
-def checksum(x: jax.Array) -> jax.Array:
-    """The checksum of an array, which the devices compute."""
-    words = _words(x)
-    place = jnp.uint32(0)
-    for dim, size in enumerate(words.shape):
-        steps = jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1)
-        # mixed once for each position along a dimension, which XLA would do again for each element
-        steps = jax.lax.optimization_barrier(_scrambled(_scrambled(steps)))
-        place += jax.lax.broadcast_in_dim(steps, words.shape, (dim,))
-    return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
-
-
-def _words(x: jax.Array) -> jax.Array:
-    """The bits of an array as unsigned integers of at most 32 bits; of random keys, those of their numbers."""
-    if is_key(x):
-        x = jax.random.key_data(x)
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag], -1)
-    if x.dtype == bool:
-        return x.astype(jnp.uint8)
-    width = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
-    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
-
-
-def _scrambled(x: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3. Appleby, 2011."""
-    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
-    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
-    return x ^ (x >> np.uint32(16))
-
-
-@jax.jit
-def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
-    return {path: checksum(x) for path, x in leaves.items()}
+# --- numbers that are not finite, and copies that differ --------------------------------------------------------------
 
 
 @jax.jit
@@ -633,24 +584,56 @@ def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
     return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
 
 
-def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
-    """Return what a jitted function says of the blocks of each device of this process."""
-    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
-    for path, x in leaves.items():
-        for part in x.addressable_shards:
-            blocks[part.device][path] = part.data
-    found = []
-    for device, several in blocks.items():
-        with jax.set_mesh(Mesh([device], ("device",))):  # the mesh of the program around it has others
-            found.append(look(several))
-    return dict(zip(blocks, jax.device_get(found), strict=True))
+def check_finite(leaves: Mapping[str, jax.Array], call: str, more: str = "") -> None:
+    """Complain about numbers that are not finite, in all processes.
 
-
-def not_finite(leaves: Mapping[str, jax.Array]) -> list[str]:
-    """The arrays of which this process has numbers that are not finite."""
+    Communication: in several processes an all-gather of 32 bytes.
+    """
     inexact = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
     found = by_device(finite, inexact).values()
-    return list(dict.fromkeys(path for one in found for path, fine in one.items() if not fine))
+    here = dict.fromkeys(path for one in found for path, fine in one.items() if not fine)
+    [unsound] = anywhere(", ".join([*here][:5]))
+    if unsound:
+        rule, advice = "numbers of the state are not finite.", f"restore(...) goes back{more}"
+        raise SpmdError(rule, call=call, got=[unsound], advice=advice)
+
+
+def guard(step: int, state: Any, *, every: int = 100) -> None:
+    """Look after the numbers of a state: copies that are equal by its layouts are equal in every bit, and all numbers
+    are finite.
+
+    A bit that has flipped in the memory of one device otherwise stays unseen: copies drift apart, and each process
+    trains on with its own. Call it at each step; it looks at every hundredth.
+
+    Communication: at these steps an all-gather of 4 bytes for each array and device, and one of 32 bytes.
+
+    Args:
+      step: The number of the step, the same in all processes.
+      state: A pytree of arrays, gradients and losses among them.
+      every: At which multiples of steps it looks.
+
+    Raises:
+      SpmdError: Copies differ, with host, device and array, and whether most of them agree; or numbers are not finite,
+        with the ranks and arrays.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> w = spmd.shard(jnp.ones(8), "d", mesh=spmd.make_mesh(dp=8))
+      >>> spmd.cluster.guard(100, {"w": w})
+    """
+    call = f"guard({step!r}, state)"
+    if not is_int(step, 0) or not is_int(every, 1):
+        raise SpmdError(f"step and every are integers, not {step!r} and {every!r}.", call=call)
+    if step % every:
+        return
+    leaves = checked(named(state, call), call)
+    if wrong := different_copies(leaves):
+        rule = (
+            "copies that are equal by their layout differ: a bit has flipped, or the devices computed different things."
+        )
+        advice = "restore the last checkpoint, without that host if it happens again"
+        raise SpmdError(rule, call=call, got=wrong, advice=advice)
+    check_finite(leaves, call)
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from spmd._processes.agreement import disagreements
 from spmd._processes.replicas import takes_part
+from spmd._trees.leaves import not_int
 from spmd.cluster._recorder import recorder
 from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int
 from spmd.mesh import mesh_for, whole_sharding
@@ -87,8 +88,19 @@ def batches(
       >>> next(data).shape, data.state["next"]
       ((16, 3), 1)
     """
-    order = Order(len(source), seed, shuffle)
-    return Batches(source, layouts, order, batch, epochs, mesh, mapping, prefetch, workers, retries)
+    call = "batches(source, layouts)"
+    numbers = {"batch": (batch, 1), "seed": (seed, 0), "epochs": (1 if epochs is None else epochs, 1)}
+    numbers |= {"prefetch": (prefetch, 0), "workers": (workers, 1), "retries": (retries, 0)}
+    for name, (value, least) in numbers.items():
+        if fault := not_int(name, value, least):
+            raise SpmdError(fault, call=call)
+    if not (length := len(source)):
+        raise SizeError("a source has at least one sample.", call=call)
+    found = mesh_for(mesh, [], call)
+    if not isinstance(found, Mesh):
+        raise MeshError("batches lie on devices, and an abstract mesh has none.", call=call)
+    order, end = Order(length, int(seed), shuffle), None if epochs is None else epochs * length // batch
+    return Batches(order, int(batch), end, source, layouts, found, mapping, prefetch, workers, retries)
 
 
 def my_rows(layout: str, shape: Sequence[int], *, mesh: Any = None, mapping: Any = None) -> np.ndarray:
@@ -131,12 +143,6 @@ class Order:
     length: int
     seed: int
     shuffle: bool = True
-
-    def __post_init__(self) -> None:
-        if not is_int(self.length, 1):
-            raise SizeError("a source has at least one sample.", call="batches(source, ...)")
-        if not is_int(self.seed, 0):
-            raise SpmdError(f"seed is an integer that is not negative, not {self.seed!r}.", call="batches(source, ...)")
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Return which samples come at positions first, first + 1, ...; the epochs follow each other.
@@ -184,6 +190,7 @@ def _mixed(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
+@dataclass(eq=False, repr=False)
 class Batches(Iterator[Any]):
     """Batches of a data set, as `batches` makes them.
 
@@ -192,37 +199,24 @@ class Batches(Iterator[Any]):
       size: How many samples a batch has.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        layouts: Any,
-        order: Order,
-        size: int,
-        epochs: int | None,
-        mesh: Any,
-        mapping: Any,
-        prefetch: int,
-        workers: int = 1,
-        retries: int = 0,
-    ) -> None:
-        call = "batches(source, layouts)"
-        numbers = {"batch": (size, 1), "epochs": (epochs, 1), "prefetch": (prefetch, 0)}
-        for name, (value, least) in (numbers | {"workers": (workers, 1), "retries": (retries, 0)}).items():
-            if value is not None and not is_int(value, least):
-                raise SpmdError(f"{name} is an integer of at least {least}, not {value!r}.", call=call)
-        self.order, self.size = order, int(size)
-        self._source, self._layouts, self._mapping = source, layouts, mapping
-        found = mesh_for(mesh, [], call)
-        if not isinstance(found, Mesh):
-            raise MeshError("batches lie on devices, and an abstract mesh has none.", call=call)
-        self._mesh = found
-        self._end = None if epochs is None else epochs * order.length // self.size
-        self._next, self._prefetch, self._retries = 0, prefetch, retries
-        self._workers = ThreadPoolExecutor(workers, "batches_worker") if workers > 1 else None
+    order: Order
+    size: int
+    _end: int | None
+    _source: Source
+    _layouts: Any
+    _mesh: Mesh
+    _mapping: Any
+    _prefetch: int
+    _workers: int
+    _retries: int
+
+    def __post_init__(self) -> None:
+        self._next = 0
         self._ahead: collections.deque[Future[Any]] = collections.deque()
         self._thread = ThreadPoolExecutor(1, "batches")
+        self._readers = ThreadPoolExecutor(self._workers, "batches_worker") if self._workers > 1 else None
         self._placed = self._structs()
-        self._whole = whole_sharding(found) if ambient_mode()[0] == "reference" else None
+        self._whole = whole_sharding(self._mesh) if ambient_mode()[0] == "reference" else None
         if takes_part(self._mesh):
             self._check_same()
 
@@ -330,7 +324,7 @@ class Batches(Iterator[Any]):
         placed = [(one.shape, self._whole or one.sharding) for one in structs]
         held = np.unique(np.concatenate([_rows_here(where, shape) for shape, where in placed]))
         read = lambda at: self._sample(int(samples[at]), structs, structure)
-        rows = dict(zip(held.tolist(), (map if self._workers is None else self._workers.map)(read, held), strict=True))
+        rows = dict(zip(held.tolist(), (self._readers.map if self._readers else map)(read, held), strict=True))
 
         def block(leaf: int, where: Any) -> np.ndarray:
             return np.stack([rows[at][leaf][where[1:]] for at in range(*where[0].indices(self.size))])

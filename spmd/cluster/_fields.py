@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._processes.agreement import in_all
-from spmd._processes.replicas import block_text
+from spmd._processes.copies import block_text
 from spmd._text import bytes_text
 from spmd.errors import PlacementError, SpmdError
 from spmd.language import Layout

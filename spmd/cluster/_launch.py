@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import re
 import shlex
 import signal
@@ -26,6 +27,7 @@ COORDINATOR_PORT = 8476  # of the coordinator, where hosts have to agree on one;
 # a line of the program that is not ended yet.
 _CHATTER = re.compile(r"\[Gloo\] Rank |peer ranks\. Expected number of connected")
 _CHATTER_ENDS = re.compile(r".*Expected number of connected peer ranks is : \d+")
+_HELD = 1000  # lines that wait to be printed, after which who writes more waits too
 _LAST = 40  # lines of a failed process that are printed again at the end
 
 
@@ -36,23 +38,19 @@ class Process:
     Attributes:
       rank: Its rank.
       child: The process of the operating system, the leader of a group of its own.
+      readers: The threads that read what it writes.
       last: The lines that it wrote last to its error stream.
     """
 
     rank: int
     child: subprocess.Popen[str]
-    last: list[str] = field(default_factory=list)
     readers: list[threading.Thread] = field(default_factory=list)
+    last: list[str] = field(default_factory=list)
 
     def send(self, number: int) -> None:
         """Send a signal to the process and to those that it started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.child.pid, number)
-
-    def drain(self) -> None:
-        """Read what it wrote before it ended; a child of its own may still hold the pipe open."""
-        for reader in self.readers:
-            reader.join(timeout=1)
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def launch(plan: Launch, restarts: int = 0) -> int:
 
 def _once(plan: Launch) -> tuple[int, bool]:
     """The exit code of all together, and whether a signal to the launcher has ended them."""
-    screen, asked = _Screen(), list[int]()
+    asked = list[int]()
     note = lambda number, _: asked.append(number)
     with contextlib.ExitStack() as undo:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -115,12 +113,9 @@ def _once(plan: Launch) -> tuple[int, bool]:
         pipe = os.pipe()  # no process outlives the launcher: all watch the end of this pipe
         for end in pipe:
             undo.callback(os.close, end)
-        processes = [_start(plan, rank, pipe[0], screen) for rank in range(plan.first, plan.first + plan.count)]
-        watch = _Watch(processes, screen)
-        failed = watch.wait(asked)
-    for one in processes:
-        one.drain()
-    if failed is None:
+        watch = _Watch(plan, pipe[0])
+        watch.wait(asked)
+    if (failed := watch.failed) is None:
         return 0, watch.stopping
     code = failed.child.returncode
     how = f"ended by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
@@ -163,35 +158,6 @@ def checked_command(command: Sequence[str]) -> list[str]:
     return found
 
 
-def _start(plan: Launch, rank: int, pipe: int, screen: _Screen) -> Process:
-    runner = str(Path(__file__).with_name("_rank.py"))
-    child = subprocess.Popen(
-        [sys.executable, runner, str(pipe), *plan.command],
-        env=plan.environment(rank),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        pass_fds=(pipe,),
-        start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which passes it on
-    )
-    process = Process(rank, child)
-    for source, sink in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-        reader = threading.Thread(target=_read, args=(process, source, sink, screen), daemon=True)
-        reader.start()
-        process.readers.append(reader)
-    return process
-
-
-def _read(process: Process, source: IO[str], sink: IO[str], screen: _Screen) -> None:
-    with source:
-        for line in _without_chatter(source):
-            if sink is sys.stderr:
-                process.last = [*process.last, line][-_LAST:]
-            screen.line(process.rank, line, sink)
-
-
 def _without_chatter(source: Iterable[str]) -> Iterator[str]:
     """The program's own lines. Of a line that chatter cuts in two, the first part is put before the second; a line may
     also follow chatter whose own line is not ended yet."""
@@ -212,36 +178,20 @@ def _without_chatter(source: Iterable[str]) -> Iterator[str]:
         yield begun
 
 
-class _Screen:
-    """What is printed, line by line. While one rank is set apart, the readers of the others wait."""
-
-    def __init__(self) -> None:
-        self.turn = threading.Condition()
-        self.only: int | None = None
-
-    def line(self, rank: int, text: str, sink: IO[str]) -> None:
-        with self.turn:
-            self.turn.wait_for(lambda: self.only in (None, rank))
-            print(f"[{rank}] {text}", file=sink, flush=True)
-
-    def set_apart(self, rank: int | None) -> None:
-        with self.turn:
-            self.only = rank
-            self.turn.notify_all()
-
-
 class _Watch:
-    """Waits for the processes, passes signals on, and ends the others when one fails."""
+    """Starts the processes, prints what they say, passes signals on, and ends the others when one fails."""
 
-    def __init__(self, processes: Sequence[Process], screen: _Screen) -> None:
-        self.running = list(processes)
-        self.screen = screen
+    def __init__(self, plan: Launch, pipe: int) -> None:
         self.failed: Process | None = None
+        self.said: queue.Queue[tuple[Process, str, IO[str]] | None] = queue.Queue(_HELD)
+        self.printer = threading.Thread(target=self._print, daemon=True)  # a full pipe stops it, and not who watches
+        self.printer.start()
+        self.running = [self._start(plan, rank, pipe) for rank in range(plan.first, plan.first + plan.count)]
         self.stopping = False  # a signal to the launcher ends them all, and gives them time to save
         self.deadline = float("inf")
 
-    def wait(self, asked: list[int]) -> Process | None:
-        """Wait until all have ended; the first that failed."""
+    def wait(self, asked: list[int]) -> None:
+        """Wait until all have ended, and what they said is printed. `failed` is the first that failed."""
         while self.running:
             while asked:
                 self._pass_on(asked.pop(0))
@@ -252,7 +202,43 @@ class _Watch:
             if time.monotonic() > self.deadline:
                 self._send(signal.SIGKILL)
             time.sleep(0.02)
-        return self.failed
+        self.said.put(None)
+        self.printer.join()
+
+    def _start(self, plan: Launch, rank: int, pipe: int) -> Process:
+        runner = str(Path(__file__).with_name("_rank.py"))
+        child = subprocess.Popen(
+            [sys.executable, runner, str(pipe), *plan.command],
+            env=plan.environment(rank),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            pass_fds=(pipe,),
+            start_new_session=True,  # Ctrl-C in a terminal reaches the launcher alone, which passes it on
+        )
+        process = Process(rank, child)
+        for pair in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+            process.readers.append(threading.Thread(target=self._read, args=(process, *pair), daemon=True))
+            process.readers[-1].start()
+        return process
+
+    def _read(self, process: Process, source: IO[str], sink: IO[str]) -> None:
+        with source:
+            for line in _without_chatter(source):
+                self.said.put((process, line, sink))
+
+    def _print(self) -> None:
+        """Print what they say until all have ended, of one that failed before the others."""
+        going = True
+        while going:
+            lines = [self.said.get() for _ in range(self.said.qsize() or 1)]
+            first, going = self.failed, None not in lines
+            for process, text, sink in sorted(filter(None, lines), key=lambda line: line[0] is not first):
+                if sink is sys.stderr:
+                    process.last = [*process.last, text][-_LAST:]
+                print(f"[{process.rank}] {text}", file=sink, flush=True)
 
     def _pass_on(self, number: int) -> None:
         if number == signal.SIGUSR1:
@@ -264,12 +250,11 @@ class _Watch:
     def _ended(self, process: Process) -> None:
         self.running.remove(process)
         process.send(signal.SIGKILL)  # what it started and left behind
+        for reader in process.readers:
+            reader.join(timeout=1)  # a child of its own may still hold the pipe open
         if process.child.returncode and self.failed is None:
-            self.failed = process
+            self.failed = process  # it has said all, and that is printed before the others go on
             if not self.stopping:
-                self.screen.set_apart(process.rank)  # it says all it has to say before the others go on
-                process.drain()
-                self.screen.set_apart(None)
                 self._send(signal.SIGTERM)
                 self.deadline = time.monotonic() + GRACE
 

@@ -10,10 +10,12 @@ import io
 import json
 import os
 import socket
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,6 +23,7 @@ import numpy as np
 
 from spmd._compat import coordination
 from spmd._processes.agreement import everyone, ranks
+from spmd._processes.environment import REMADE
 from spmd._text import Table
 from spmd.cluster._launch import free_port
 from spmd.cluster._stacks import Stack
@@ -176,8 +179,9 @@ class Watch:
 
     def _watch(self) -> None:
         self._look()
-        late = recorder.laps >= _LAPS and self._idle > self.patience + self._longest
-        if self._silent() or (late and time.monotonic() > self._quiet) or self._said("places"):
+        now = time.monotonic()
+        late = recorder.laps >= _LAPS and now > max(self._progress + self.patience + self._longest, self._quiet)
+        if self._silent() or late or self._said("places"):
             self._settle()
 
     def guard(self) -> None:
@@ -191,10 +195,6 @@ class Watch:
     def _end_without_coordinator(self) -> None:
         recorder.left = []
         self._end(f"{_head([recorder.step])}rank 0, which has the coordinator of all, does not answer.")
-
-    @property
-    def _idle(self) -> float:
-        return time.monotonic() - self._progress
 
     def _call(self, name: str, *args: Any, **how: Any) -> Any:
         self._calling = time.monotonic()
@@ -309,24 +309,15 @@ class Watch:
         with contextlib.suppress(io.UnsupportedOperation, AttributeError):
             faulthandler.dump_traceback(sys.stderr)
         print(text, file=sys.stderr, flush=True)
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
-            self._go_last()
+        if recorder.left:  # else process 0 does not answer
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.client.wait_at_barrier(f"spmd/ends/{self._round}", int(1000 * GATHER), recorder.left)
+        if self.rank == 0:  # it has JAX's service, without which JAX aborts the others
+            time.sleep(0.5)
         code = HUNG if self.on_hang is None else self.on_hang(text)
         if code is not None:
             recorder.code = code
             end_now(code)
-
-    def _go_last(self) -> None:
-        """Let the others end before process 0, where JAX's service is: without it JAX aborts them."""
-        if not recorder.left:  # process 0 does not answer
-            return
-        if self.rank > 0:
-            self._call("key_value_set", f"spmd/leaves/0/{self.rank}", "0", allow_overwrite=True)
-        else:
-            until = time.monotonic() + GATHER
-            while len(self._said("leaves")) < len(recorder.left) - 1 and time.monotonic() < until:
-                time.sleep(0.05)
-            time.sleep(0.5)
 
 
 # --- the verdict -----------------------------------------------------------------------------------------------------
@@ -413,3 +404,53 @@ def _sent(places: Mapping[int, Any], line: str, comma: str = "") -> str:
 def _head(steps: Iterable[int]) -> str:
     step = max(steps, default=-1)
     return f"the run stands still{f' at step {step:,}' if step >= 0 else ''}: "
+
+
+# --- what is left goes on ---------------------------------------------------------------------------------------------
+
+_FOLDER = os.getcwd()  # from which the command was given
+
+
+def remake(message: str, *, replaced: bool = False, times: int = 10) -> int | None:
+    """Start the program anew with the processes that are left, in their places: `initialize(on_hang=cluster.remake)`.
+
+    Where a run stands still, or processes are gone, those that answer number themselves anew, meet at process 0, and
+    run the same command again: a process that slept or waited for a lock as well. Nothing is queued and no host is
+    asked for. A mesh with an axis of -1 is made from the devices that are left, and `checkpoints` and `batches` go on
+    from the last step on any mesh. What has ended by itself is not started again.
+
+    If process 0 is gone, nobody tells who is left, and the processes end with 75, as without it. So they do where a
+    launcher or scheduler ends all when one has ended: `python -m spmd launch`, `srun --kill-on-bad-exit`.
+
+    Communication: none; what the flight recorder has gathered says who is left.
+
+    Args:
+      message: What is said of the run.
+      replaced: Whether somebody else starts those that are gone again. Then all keep their numbers, and wait for them
+        as long as `initialization_timeout` says. Who comes before the others have noticed, after half the patience and
+        5 seconds, lets JAX abort process 0.
+      times: How often. After that, the processes end.
+
+    Returns:
+      The exit code 75 where it cannot; else it does not return.
+
+    Example:
+      >>> import spmd
+      >>> spmd.cluster.initialize(on_hang=spmd.cluster.remake)  # alone: nothing happens
+    """
+    before = json.loads(os.environ.get(REMADE, "{}"))
+    turn = before.get("turn", 0) + 1
+    rank, left = jax.process_index(), recorder.left
+    if turn > times or not (replaced or (rank in left and 0 in left)):
+        return HUNG
+    if replaced:
+        told = {**before, "turn": turn}
+    else:
+        told = {"rank": left.index(rank), "count": len(left), "coordinator": recorder.meet, "turn": turn}
+    print(f"starting anew: {json.dumps(told)}", file=sys.stderr, flush=True)
+    for number in Path("/proc/self/fd").glob("[0-9]*"):  # connections of JAX would stay open
+        with contextlib.suppress(OSError):
+            if int(number.name) > 2 and stat.S_ISSOCK(os.fstat(int(number.name)).st_mode):
+                os.set_inheritable(int(number.name), False)
+    os.chdir(_FOLDER)
+    return os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, REMADE: json.dumps(told)})

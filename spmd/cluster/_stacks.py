@@ -8,7 +8,7 @@ import linecache
 import os
 import re
 import sys
-import sysconfig
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -16,17 +16,11 @@ from typing import Any
 import jax
 
 from spmd._compat import BACKWARD, compiled_programs, compiles, in_jax
+from spmd._jaxprs.lines import is_users
 from spmd.inspect._collectives import KINDS, place_of
 from spmd.inspect._hlo import HloModule, names_of_parts, parse_module
 
-_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PYTHON = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
 _JITTED = type(jax.jit(abs))
-
-
-def is_installed(file: str) -> bool:
-    """Return whether a file is Python's own, or of a package that is installed."""
-    return file.startswith((*_PYTHON, "<")) or "site-packages" in file or "dist-packages" in file
 
 
 class Stack:
@@ -37,11 +31,8 @@ class Stack:
     """
 
     def __init__(self, thread: int | None):
-        self.frames: list[FrameType] = []
-        frame = sys._current_frames().get(thread or 0)
-        while frame is not None:
-            self.frames.append(frame)
-            frame = frame.f_back
+        inner = sys._current_frames().get(thread or 0)
+        self.frames = [frame for frame, _ in traceback.walk_stack(inner)] if inner is not None else []
 
     def mark(self) -> Any:
         """Return what is equal for as long as the thread stands where it does."""
@@ -52,16 +43,12 @@ class Stack:
         return any(compiles(frame.f_code.co_filename) for frame in self.frames)
 
     def waits_for_devices(self) -> bool:
-        """Return whether it waits for what devices compute: in JAX, in a kernel, or in a call of a jitted function."""
-        if not self.frames:
-            return False
-        inner = self.frames[0]
-        name = inner.f_code.co_filename
-        return in_jax(name) or name.startswith(f"{_HERE}kernels{os.sep}") or _is_jitted(inner, _expression(inner))
+        """Return whether it waits for what devices compute: in JAX, or in a call of a jitted function."""
+        return any(in_jax(one.f_code.co_filename) or _is_jitted(one, _expression(one)) for one in self.frames[:1])
 
     def place(self) -> str:
         """The user's line, `float(loss) (train.py:88)`; empty where no line is the user's."""
-        for frame in self._users():
+        for frame in self._users:
             name = frame.f_code.co_filename
             text = " ".join((_expression(frame) or linecache.getline(name, frame.f_lineno)).split())
             shown = text if len(text) <= 80 else f"{text[:77]}..."
@@ -76,7 +63,7 @@ class Stack:
         """
         texts = (text for text in compiled_programs() if len(text) < _LONGEST and _SENDS in text)
         modules = [parse_module(text, having=_SENDS) for text in texts if not _OWN.search(text)]
-        for frame in self._users():
+        for frame in self._users:
             here, called = (frame.f_code.co_filename, frame.f_code.co_qualname), {}
             for at, module in enumerate(modules):
                 stacks = itertools.chain.from_iterable(module.frames.values())
@@ -88,12 +75,10 @@ class Stack:
                 return list(dict.fromkeys(text for at in chosen for text in _collectives(modules[at])))
         return []
 
-    def _users(self) -> Iterator[FrameType]:
+    @property
+    def _users(self) -> list[FrameType]:
         """The frames of the user's own functions."""
-        for frame in self.frames:
-            name = frame.f_code.co_filename
-            if not (in_jax(name) or name.startswith(_HERE) or is_installed(name)):
-                yield frame
+        return [frame for frame in self.frames if is_users(frame.f_code.co_filename)]
 
 
 _OWN = re.compile(r"jit\((_itself|checksums)\)")  # who asks for what these compute waits for it there

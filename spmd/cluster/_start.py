@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import errno
 import hashlib
-import importlib.util
 import os
 import platform
 import re
@@ -25,11 +24,11 @@ import jax.experimental.multihost_utils as multihost
 
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.lines import is_of_library
 from spmd._processes.agreement import disagreements, first_difference
-from spmd._processes.environment import REMADE, Task, tasks
+from spmd._processes.environment import Task, agreed, tasks
 from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
-from spmd.cluster._stacks import is_installed
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -110,10 +109,8 @@ def stopping(step: int) -> bool:
     if not asked.watching:
         asked.watch()
     if not asked.reached:
-        if jax.process_count() == 1:
-            asked.reached = asked.signal is not None
-        else:
-            asked.reached = multihost.reached_preemption_sync_point(int(step))
+        several = jax.process_count() > 1
+        asked.reached = multihost.reached_preemption_sync_point(int(step)) if several else asked.signal is not None
     return asked.reached
 
 
@@ -155,9 +152,9 @@ def initialize(
       cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
         JAX's devices start. Where JAX_NUM_CPU_DEVICES is set, as by `launch --devices`, that number counts.
       check: Whether to compare, from now on, what each process gives whole, keys and numbers too: in `shard`, in the
-        arguments of `init` and of kernels that are called outside `jit`, and the copies in `from_process_local`. Each
-        such call has an all-gather of one hash, and takes the time to hash, about 1.4 ms for each MiB. The
-        arguments of your own `jax.jit` are not seen: pass them through `shard`.
+        arguments of `init` and of kernels that are called outside `jit`. Each such call has an all-gather of one hash,
+        and takes the time to hash, about 1.4 ms for each MiB. In `from_process_local` the devices compare the copies.
+        The arguments of your own `jax.jit` are not seen: pass them through `shard`.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
@@ -185,7 +182,7 @@ def initialize(
     if jax.distributed.is_initialized():
         found = Task("jax.distributed", jax.process_index(), jax.process_count())
     else:
-        found = _agreed(given, tasks())
+        found = agreed(given, tasks())
         if found is None:
             _choose_devices(cpu_devices)
             return
@@ -227,12 +224,9 @@ def same_program(lowered: Any) -> None:
         raise MeshError(rule, advice="as in same_program(jax.jit(step).lower(state, batch))")
     if found := first_difference(lowered.as_text().splitlines()):
         rule = "the processes have not lowered the same program."
-        raise MeshError(rule, call="same_program(...)", got=[found], advice=_SAME)
-
-
-_SAME = (
-    "compute shapes, meshes and constants from what is equal in all processes, not from the rank, the time or a file"
-)
+        where = "from what is equal in all processes, not from the rank, the time or a file"
+        advice = f"compute shapes, meshes and constants {where}"
+        raise MeshError(rule, call="same_program(...)", got=[found], advice=advice)
 
 
 def _given(address: str | None, count: int | None, rank: int | None) -> Task | None:
@@ -246,45 +240,12 @@ def _given(address: str | None, count: int | None, rank: int | None) -> Task | N
     return Task("the arguments", int(rank), int(count), address)
 
 
-def _agreed(given: Task | None, found: list[Task]) -> Task | None:
-    """The source to go by; None for a program that is alone.
-
-    Who says that there is one process contradicts nobody: a step of one task can start processes of its own.
-
-    Raises:
-      MeshError: Two sources disagree.
-    """
-    given = None if REMADE in os.environ else given
-    if given is not None and given.count == 1:
-        return None
-    several = [one for one in (given, *found) if one is not None and one.count != 1]
-    if not several:
-        return Task("JAX (TPU)", 0, None, detected=True) if _on_a_tpu() else None
-    first = several[0]
-    for one in several[1:]:
-        if first.rank != one.rank or (first.count != one.count and None not in (first.count, one.count)):
-            rule = "two sources disagree on which process this is."
-            advice = "leave the arguments out; or unset the variables of the one that is wrong"
-            raise MeshError(rule, call="initialize(...)", got=[_says(first), _says(one)], advice=advice)
-    return first
-
-
-def _says(task: Task) -> str:
-    count = "" if task.count is None else f" of {task.count}"
-    return f"{task.source}: rank {task.rank}{count}"
-
-
-def _on_a_tpu() -> bool:
-    platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu"
-    return "tpu" in platforms and importlib.util.find_spec("libtpu") is not None
-
-
 def _address(task: Task) -> dict[str, Any]:
     where = _coordinator(task)
     if not where:
         rule = "nothing says where process 0 listens."
         advice = 'initialize("host:port", ...), or MASTER_ADDR and MASTER_PORT beside RANK and WORLD_SIZE'
-        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+        raise MeshError(rule, call="initialize(...)", got=[str(task)], advice=advice)
     found = {"coordinator_address": where, "num_processes": task.count, "process_id": task.rank}
     host, _, port = where.rpartition(":")
     local = host in ("localhost", "127.0.0.1", "[::1]")
@@ -293,7 +254,7 @@ def _address(task: Task) -> dict[str, Any]:
     if task.rank == 0 and port.isdecimal() and _in_use(int(port), local):
         rule = f"port {port} of this host is in use, so process 0 cannot listen there."
         advice = "another port: coordinator_address, MASTER_PORT, or --coordinator of launch"
-        raise MeshError(rule, call="initialize(...)", got=[_says(task)], advice=advice)
+        raise MeshError(rule, call="initialize(...)", got=[str(task)], advice=advice)
     return found
 
 
@@ -319,7 +280,7 @@ def _join(found: Task, options: dict[str, Any], cpu_devices: int | None) -> None
     except (RuntimeError, ValueError) as error:
         rule = "JAX could not join the processes."
         advice = "call it once, before anything that makes an array or asks for devices"
-        got = [_says(found), jax_errors.first_line(error)]
+        got = [str(found), jax_errors.first_line(error)]
         raise MeshError(rule, call="initialize(...)", got=got, advice=advice) from error
     _choose_devices(cpu_devices)
     here = jax.process_count()
@@ -387,12 +348,12 @@ def compared(arguments: Sequence[str], ignore: Sequence[str | int] = ()) -> list
 
 
 def _files() -> dict[str, str]:
-    """Hashes of the program's own files that are loaded: not of Python's, and not of packages that are installed."""
+    """Hashes of the program's own files that are loaded, and of ours: not of Python's or of other packages."""
     paths = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     top = os.path.dirname(os.path.abspath(main)) if main else os.getcwd()
     found = {}
-    for path in {os.path.abspath(one) for one in paths if one.endswith(".py") and not is_installed(one)}:
+    for path in {os.path.abspath(one) for one in paths if one.endswith(".py") and not is_of_library(one)}:
         with contextlib.suppress(FileNotFoundError):
             found[os.path.relpath(path, top)] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return found

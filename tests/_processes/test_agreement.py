@@ -63,15 +63,6 @@ def test_many_ranks_are_shortened():
     assert ranks(range(12)) == "ranks 0, 1, 2, 3, 4, 5, 6, 7, ..."
 
 
-def test_facts_that_each_process_has_some_of(monkeypatch):
-    facts = [{"a": 1, "b": 2}, {"b": 3, "c": 4}, {"c": 4, "b": 2}]
-    monkeypatch.setattr(_agreement.jax, "process_count", lambda: 3)
-    monkeypatch.setattr(_agreement, "_gather", lambda mine: [json.dumps(one).encode() for one in facts])
-    assert _agreement.conflicts(facts[0]) == ["b: rank 1: 3; ranks 0, 2: 2"]
-    facts[1]["b"] = 2
-    assert _agreement.conflicts(facts[0]) == []
-
-
 # --- lines of programs -----------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd._processes.environment import Task, tasks
+from spmd._processes.environment import Task, forgotten, tasks
 from spmd.errors import MeshError
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
@@ -42,3 +42,19 @@ def test_the_launcher_is_asked_first():
 def test_a_variable_that_is_not_a_number_is_named(text):
     with pytest.raises(MeshError, match="the variable WORLD_SIZE is a number"):
         tasks({**TORCH, "WORLD_SIZE": text})
+
+
+def test_a_program_that_did_not_join_is_one_of_several(monkeypatch):
+    """What `make_mesh` and `spmd info` ask. A pod knows its number only, and may be the only one."""
+    for environment, rank in ((LAUNCHED, 0), (TORCH, 1), (POD, None), ({**TORCH, "WORLD_SIZE": "1"}, None), ({}, None)):
+        with monkeypatch.context() as told:
+            for name in {*SLURM, *MPI, *POD, *TORCH, *LAUNCHED}:
+                told.delenv(name, raising=False)
+            for name, value in environment.items():
+                told.setenv(name, value)
+            found = forgotten()
+            assert rank == (None if found is None else found.rank)
+    for name, value in {**LAUNCHED, **TORCH}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(MeshError, match="two sources disagree"):
+        forgotten()

@@ -59,6 +59,13 @@ def a_rank_that_is_not_a_number(mesh):
         spmd.cluster.initialize()
 
 
+@bad
+def processes_that_jax_has_not_joined(mesh):
+    """As where a backend knows of no other process: each would train alone."""
+    with mock.patch("jax.distributed.initialize"), told(LAUNCHED):
+        spmd.cluster.initialize()
+
+
 bad(
     a_number_of_processes_without_a_rank=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2),
     a_rank_that_is_too_large=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2, process_id=2),

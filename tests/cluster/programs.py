@@ -111,7 +111,7 @@ def copies_in_parts_are_compared(mesh):
     across = jax.sharding.Mesh(mesh.devices.T, ("a", "b"))  # copies along b are those of other processes
     close(spmd.from_process_local(X, "x/a y z", mesh=across), X)
     block = f"tree[0:{len(X) // LOCAL}, 0:8, 0:4]"
-    refused(lambda: spmd.from_process_local(X + rank, "x/a y z", mesh=across), f"{block}: rank 0: ")
+    refused(lambda: spmd.from_process_local(X + rank, "x/a y z", mesh=across), f"{block}: device ", "(rank 1 on ")
     compare_replicas(False)
     try:
         spmd.from_process_local(X + rank, "x/a y z", mesh=across, check=True)

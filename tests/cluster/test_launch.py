@@ -66,6 +66,24 @@ def test_what_the_others_say_waits_until_the_failed_one_has_spoken(tmp_path, cap
     assert err[head + 1 :] == ["  line"] * 40  # the last lines again, and nothing after them
 
 
+def test_a_screen_that_takes_nothing_does_not_hold_up_the_end(tmp_path):
+    """As a log on a disk that does not answer: the launcher still notices who fails, and ends the others."""
+    text = f"""
+open({str(tmp_path / "pid")!r} + str(rank), "w").write(str(os.getpid()))
+if rank == 1:
+    time.sleep(1); sys.exit(3)
+while True:
+    print("x" * 1000)
+"""
+    process = start(["-m", "spmd", "launch", "-n", "2", program(tmp_path, text)])
+    pid = tmp_path / "pid0"
+    while not pid.exists() or not pid.read_text():
+        time.sleep(0.1)
+    assert _gone(int(pid.read_text()), seconds=20)  # nobody has read a line
+    process.stdout.read()
+    assert end(process, time.monotonic()).code == 3
+
+
 def test_who_ignores_sigterm_is_killed(tmp_path):
     ignoring = "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
     since = time.monotonic()
@@ -109,8 +127,8 @@ def test_what_a_process_left_behind_ends_with_it(tmp_path):
         assert _gone(int((tmp_path / f"pid{rank}").read_text()))
 
 
-def _gone(pid: int) -> bool:
-    for _ in range(100):
+def _gone(pid: int, seconds: float = 5) -> bool:
+    for _ in range(int(20 * seconds)):
         try:
             os.kill(pid, 0)
             if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._processes.environment import REMADE, Task, tasks
+from spmd._processes.environment import REMADE, Task, agreed, tasks
 from spmd.cluster._launch import free_port
 from spmd.cluster._recorder import HUNG, recorder
-from spmd.cluster._start import _agreed
 from tests.cluster.faults import PROGRAM, steps_of
 from tests.cluster.harness import Ended, end, exhaustive, joined, start
 from tests.sampler import rare
@@ -79,4 +78,4 @@ def test_the_new_number_counts_and_not_the_first_one(monkeypatch: pytest.MonkeyP
     assert tasks(environment) == [new]
     assert [one.rank for one in tasks({**first, REMADE: json.dumps({"turn": 1})})] == [3, 3]
     monkeypatch.setenv(REMADE, environment[REMADE])
-    assert _agreed(Task("the arguments", 3, 4, "b:2"), [new]) == new
+    assert agreed(Task("the arguments", 3, 4, "b:2"), [new]) == new

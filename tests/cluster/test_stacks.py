@@ -4,6 +4,7 @@ import functools
 import re
 import threading
 import time
+import types
 from collections.abc import Callable
 
 import jax
@@ -35,6 +36,8 @@ def rounds() -> int:
 
 class Model:
     """A jitted method."""
+
+    inner: types.SimpleNamespace
 
     @functools.partial(jax.jit, static_argnums=0)
     def step(self, x: jax.Array) -> jax.Array:
@@ -101,12 +104,14 @@ def test_jitted_functions_are_known_behind_partials_and_methods() -> None:
     from spmd.cluster._stacks import _is_jitted
 
     model, half = Model(), functools.partial(slow, jnp.ones(()), 2)
+    model.inner = types.SimpleNamespace(jitted=slow)
     frame = next(iter(Stack(threading.get_ident()).frames[1:]))
     assert frame.f_locals["model"] is model and half is not None
     for text, jitted in {
         "slow(x, 1)": True,
         "half()": True,
         "model.step(x)": True,
+        "model.inner.jitted(*[x])": True,  # as a kernel calls what it has compiled
         "x.block_until_ready()": True,
         "len(x)": False,
         "nobody(x)": False,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd._processes.environment import Task, tasks
-from spmd.cluster._start import _agreed, _given, compared
+from spmd._processes.environment import Task, agreed, tasks
+from spmd.cluster._start import _given, compared
 from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched
 from tests.sampler import rare, share
@@ -25,23 +25,23 @@ SLURM = Task("SLURM (SLURM_PROCID, SLURM_STEP_NUM_TASKS)", 1, 2, detected=True)
 
 
 def test_alone_is_alone():
-    assert _agreed(None, []) is None
-    assert _agreed(_given(None, 1, 0), [SLURM]) is None
-    assert _agreed(None, tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) is None  # a shell inside an allocation
+    assert agreed(None, []) is None
+    assert agreed(_given(None, 1, 0), [SLURM]) is None
+    assert agreed(None, tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) is None  # a shell inside an allocation
 
 
 def test_the_arguments_come_first_then_the_launcher():
     given = _given("a:2", 2, 1)
-    assert _agreed(given, [LAUNCHED, SLURM]) is given
-    assert _agreed(None, [LAUNCHED, SLURM]) is LAUNCHED
-    assert _agreed(None, [LAUNCHED, SLURM._replace(rank=0, count=1)]) is LAUNCHED  # one task starts several processes
-    assert _agreed(None, [SLURM._replace(count=None), LAUNCHED]) == SLURM._replace(count=None)
+    assert agreed(given, [LAUNCHED, SLURM]) is given
+    assert agreed(None, [LAUNCHED, SLURM]) is LAUNCHED
+    assert agreed(None, [LAUNCHED, SLURM._replace(rank=0, count=1)]) is LAUNCHED  # one task starts several processes
+    assert agreed(None, [SLURM._replace(count=None), LAUNCHED]) == SLURM._replace(count=None)
 
 
 @pytest.mark.parametrize("other", [SLURM._replace(rank=0), SLURM._replace(count=4), SLURM._replace(rank=0, count=None)])
 def test_sources_that_disagree_are_both_named(other):
     with pytest.raises(MeshError) as caught:
-        _agreed(None, [LAUNCHED, other])
+        agreed(None, [LAUNCHED, other])
     assert "python -m spmd launch: rank 1 of 2" in str(caught.value)
     assert f"{other.source}: rank {other.rank}" in str(caught.value)
 

@@ -1,0 +1,107 @@
+"""Copies of one block on several devices: whether they are equal in every bit, by checksums that devices compute."""
+
+from __future__ import annotations
+
+import collections
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from spmd._processes.agreement import everyone, gathered
+from spmd._trees.leaves import is_key
+
+# A checksum is a sum of 32 bits over all elements, each mixed with its position. So it does not depend on how they are
+# cut. The devices sum what they hold, where an array is saved and where it is read. A change of one bit changes the
+# sum; one in four billion of the other changes does not.
+
+
+@jax.jit
+def checksum(x: jax.Array) -> jax.Array:
+    """The checksum of an array, which the devices compute."""
+    words = _words(x)
+    place = jnp.uint32(0)
+    for dim, size in enumerate(words.shape):
+        steps = jnp.arange(size, dtype=jnp.uint32) * np.uint32(0x9E3779B1) + np.uint32(dim + 1)
+        # mixed once for each position along a dimension, which XLA would do again for each element
+        steps = jax.lax.optimization_barrier(_scrambled(_scrambled(steps)))
+        place += jax.lax.broadcast_in_dim(steps, words.shape, (dim,))
+    return jnp.sum(_scrambled(words.astype(jnp.uint32) ^ place), dtype=jnp.uint32)
+
+
+def _words(x: jax.Array) -> jax.Array:
+    """The bits of an array as unsigned integers of at most 32 bits; of random keys, those of their numbers."""
+    if is_key(x):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], -1)
+    if x.dtype == bool:
+        return x.astype(jnp.uint8)
+    width = jnp.iinfo(x.dtype).bits if jnp.issubdtype(x.dtype, jnp.integer) else jnp.finfo(x.dtype).bits
+    return jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{min(width, 32)}"))
+
+
+def _scrambled(x: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3. Appleby, 2011."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    return x ^ (x >> np.uint32(16))
+
+
+@jax.jit
+def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The checksums of all arrays, in one program: of many programs at once, those on CPU may wait for each other."""
+    return {path: checksum(x) for path, x in leaves.items()}
+
+
+def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
+    """Return what a jitted function says of the blocks of each device of this process."""
+    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for path, x in leaves.items():
+        for part in x.addressable_shards:
+            blocks[part.device][path] = part.data
+    found = []
+    for device, several in blocks.items():
+        with jax.set_mesh(Mesh([device], ("device",))):  # the mesh of the program around it has others
+            found.append(look(several))
+    return dict(zip(blocks, jax.device_get(found), strict=True))
+
+
+def different_copies(leaves: Mapping[str, jax.Array]) -> list[str]:
+    """The blocks of which devices hold copies that differ in a bit, and on which of them; the same in all processes.
+
+    Communication: an all-gather of 4 bytes for each array and device.
+    """
+    most = max(collections.Counter(one.process_index for one in jax.devices()).values())
+    sums = by_device(checksums, leaves)
+    mine = [[one.id, *(sums.get(one, {}).get(path, 0) for path in leaves)] for one in jax.local_devices()]
+    whole = gathered(np.array([*mine, *mine[:1] * (most - len(mine))], np.uint32))
+    row_of = {int(row[0]): row[1:] for row in whole.reshape(-1, 1 + len(leaves))}
+    found: list[tuple[str, dict[Any, int]]] = []
+    for leaf, (path, x) in enumerate(leaves.items()):
+        copies: dict[str, dict[Any, int]] = collections.defaultdict(dict)
+        for device, where in x.sharding.devices_indices_map(x.shape).items():
+            copies[path + block_text(where, x.shape)][device] = int(row_of[device.id][leaf])
+        found += [(block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
+    hosts = everyone(socket.gethostname()) if found else []
+    return [_odd(*one, hosts) for one in found]
+
+
+def _odd(block: str, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
+    """Return who has other copies of a block than most."""
+    counts = collections.Counter(sums.values()).most_common()
+    clear = len(counts) == 1 or counts[0][1] > counts[1][1]
+    odd = [device for device, value in sums.items() if not clear or value != counts[0][0]]
+    shown = ", ".join(f"device {one.id} (rank {one.process_index} on {hosts[one.process_index]})" for one in odd[:8])
+    others = f"differs from {counts[0][1]} equal copies" if clear else "have different copies, and no majority is right"
+    return f"{block}: {shown} {others}"
+
+
+def block_text(index: Sequence[slice] | None, shape: Sequence[int]) -> str:
+    """A block as Python writes it: `[0:4, 0:8]`; empty for a scalar."""
+    limits = (one.indices(n) for one, n in zip(index or (), shape, strict=True))
+    return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]" if shape else ""
