@@ -13,7 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._processes.replicas import check_parts, check_replicas, compared, put, takes_part
+from spmd._processes.copies import check_parts, check_replicas, compared, put, takes_part
 from spmd._python.named import ByName
 from spmd._python.recent import Recent
 from spmd._trees.leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from spmd._processes.agreement import disagreements
-from spmd._processes.replicas import takes_part
+from spmd._processes.copies import takes_part
 from spmd._trees.leaves import not_int
 from spmd.cluster._recorder import recorder
 from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int

@@ -26,8 +26,8 @@ from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.lines import is_of_library
 from spmd._processes.agreement import disagreements, first_difference
+from spmd._processes.copies import compare_replicas
 from spmd._processes.environment import Task, agreed, tasks
-from spmd._processes.replicas import compare_replicas
 from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices

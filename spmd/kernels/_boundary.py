@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._processes.replicas import check_replicas, put
+from spmd._processes.copies import check_replicas, put
 from spmd.checker import check_body, in_states_of
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs.facts import KernelName, Leaf
-from spmd._processes.replicas import compared
+from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, check_jaxpr, tried
 from spmd.checker._arguments import distinct, resized_array

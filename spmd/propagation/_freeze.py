@@ -13,8 +13,21 @@ import spmd.propagation._lookups as _lookups
 from spmd._compat import operation_name as name_of
 from spmd.errors import SpmdError
 from spmd.propagation._loops import axes_of, branches, loop, reduction
-from spmd.propagation._module import KINDS, Axis, Place, Reading, operation, typed
-from spmd.propagation._texts import Made, Names, bare, dtype_text, integers, literal, numbers_of
+from spmd.propagation._module import (
+    KINDS,
+    Axis,
+    Made,
+    Names,
+    Place,
+    Reading,
+    bare,
+    dtype_text,
+    integers,
+    literal,
+    numbers_of,
+    operation,
+    typed,
+)
 from spmd.propagation._values import text_of
 
 _WIDTH = 100  # of a line

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from spmd._compat import operation_name as name_of
-from spmd.propagation._module import Dims, Place, operation, typed
-from spmd.propagation._sums import is_zero
-from spmd.propagation._texts import Made, bare, dtype_text, integers, numbers_of
+from spmd.propagation._loops import is_zero
+from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, operation, typed
 
 _ADDS = {
     "stablehlo.add": "scatter_add",

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._processes import replicas as _replicas
-from spmd._processes.replicas import check_parts, check_replicas, fingerprint
+from spmd._processes import copies as _replicas
+from spmd._processes.copies import check_parts, check_replicas, fingerprint
 from spmd.errors import PlacementError
 
 VALUES = [

@@ -24,7 +24,7 @@ import numpy as np
 import spmd
 from spmd import fft, stencil
 from spmd.__main__ import main as main_command
-from spmd._processes.replicas import compare_replicas
+from spmd._processes.copies import compare_replicas
 from spmd.mesh import crossing
 from tests.cluster import families
 

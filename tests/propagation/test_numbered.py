@@ -6,7 +6,7 @@ import numpy as np
 
 import spmd
 from spmd.propagation._module import Reading
-from spmd.propagation._numbered import trace
+from spmd.propagation._propagation import trace
 from tests.propagation.programs import struct
 
 MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from spmd.propagation._texts import bare, dtype_text, literal
+from spmd.propagation._module import bare, dtype_text, literal
 
 
 @pytest.mark.parametrize(
