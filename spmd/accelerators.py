@@ -1,4 +1,4 @@
-"""The few numbers of a machine that bound the time of a program: FLOP/s, memory, and links between devices."""
+"""Machines: the few numbers that bound the time of a program, and devices that are not here, to compile for."""
 
 from __future__ import annotations
 

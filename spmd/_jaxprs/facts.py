@@ -226,7 +226,7 @@ def _axis_keywords(layer: str) -> list[str]:
     return [f"{one.name}=" for one in parameters if str(one.annotation).startswith(("Axes", "str | tuple[str, ...]"))]
 
 
-# --- left --------------------------------------------------------------------------------------------------------
+# --- axes that are left to the compiler --------------------------------------------------------------------------
 
 # Which mesh axes the bodies of a program leave to the compiler: those that no `shard_map` around them makes manual.
 

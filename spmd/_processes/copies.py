@@ -110,7 +110,7 @@ def block_text(index: Sequence[slice] | None, shape: Sequence[int]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]" if shape else ""
 
 
-# --- replicas ----------------------------------------------------------------------------------------------------
+# --- copies of arguments -----------------------------------------------------------------------------------------
 
 # Arrays of the host that every process gives whole: how they reach the devices of all, and whether they are equal.
 

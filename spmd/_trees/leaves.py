@@ -1,4 +1,4 @@
-"""The leaves of a tree: which of them are arrays, what is static, where they stand, and how messages call them."""
+"""The leaves of a tree: which are arrays, what is static, where they stand, their names and annotated layouts."""
 
 from __future__ import annotations
 import __future__

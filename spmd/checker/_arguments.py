@@ -1,4 +1,4 @@
-"""Random values for arguments that have none."""
+"""Arguments for a trial: random values, and sizes as small as the program allows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _keys(x: jax.ShapeDtypeStruct, seed: int) -> Any:
     return jax.random.split(key, x.shape) if x.shape else key
 
 
-# --- shrinking -------------------------------------------------------------------------------------------------------
+# --- small sizes -----------------------------------------------------------------------------------------------------
 
 # A program at small sizes: those of the names in its kernels' signatures, on a mesh of few devices.
 

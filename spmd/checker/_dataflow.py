@@ -1,4 +1,4 @@
-"""The whole pass: the engine, the primitives with code of their own, and the bodies that it enters."""
+"""The whole pass: the engine, loops and branches, the primitives with code of their own, and bodies."""
 
 from __future__ import annotations
 

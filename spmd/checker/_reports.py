@@ -1,4 +1,4 @@
-"""What is wrong with what an equation does: one function for each way, which returns the message."""
+"""What is wrong with an equation, or with what a string says: one function for each way returns the message."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def interpreted(walk: Any, eqn: Equation) -> Fault:
     return Fault(rule, walk.kernel, None, None, where(walk, eqn), advice=advice)
 
 
-# --- report strings --------------------------------------------------------------------------------------------------
+# --- what a string says ----------------------------------------------------------------------------------------------
 
 # What is wrong with what a string says: one function for each way, which returns the message.
 

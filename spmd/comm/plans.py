@@ -1,4 +1,4 @@
-"""`plan`: what a relayout would do, without doing it."""
+"""`relayout`: any change of layout, by the steps of a plan; and `plan`, which says them without doing them."""
 
 from __future__ import annotations
 
@@ -403,7 +403,7 @@ def summary(found: Plan) -> list[str]:
     return lines
 
 
-# --- resharding --------------------------------------------------------------------------------------------------
+# --- relayout ----------------------------------------------------------------------------------------------------
 
 # `relayout`: any change of layout, by the steps of a plan.
 

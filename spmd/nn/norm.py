@@ -1,4 +1,4 @@
-"""Normalization over the features, whole or divided."""
+"""Normalization over the features, whole or divided, and the dtype of statistics, softmaxes and sums."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rearrange` and `repeat`: einops on shards. They never communicate."""
+"""Einops on shards: `rearrange` and `repeat` never communicate, and the string of `einsum` says what it sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that gather their weights, and gather them again in the backward pass: one layer, or a stack in a scan."""
+"""Fully sharded data parallelism: weights rest divided, and a layer gathers them just before use, backward too."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ def clip_by_global_norm(max_norm: float, layouts: Any) -> ClipByGlobalNorm:
     return ClipByGlobalNorm(init, update)
 
 
-# --- fully sharded -----------------------------------------------------------------------------------------------
+# --- layers ------------------------------------------------------------------------------------------------------
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""What dimensions are called: dimensions that meet in an operation have one name, chosen by who divides them."""
+"""What a port writes: names for dimensions, of which those that meet have one, and a verb for each raw collective."""
 
 from __future__ import annotations
 

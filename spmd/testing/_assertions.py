@@ -1,4 +1,4 @@
-"""The one error of all assertions."""
+"""Assertions about what a program sends, what devices hold of a tree, and its modes; and the one error of all."""
 
 from __future__ import annotations
 
