@@ -45,7 +45,7 @@ class State(NamedTuple):
       pending: What was done to a piece and is not complete yet.
       zero: Whether it is zero, which does not change a sum.
       table: The integers that each device holds, where only shapes and `axis_index` decide them.
-      order: In which order the elements of divided dimensions lie, where our markers say so; see `_order`.
+      order: In which order the elements of divided dimensions lie, where our markers say so; see `Order`.
       left: Its state in the body that it left, and its spec there. JAX's residuals enter another body so.
     """
 
