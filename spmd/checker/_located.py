@@ -25,15 +25,17 @@ Known = Mapping[Variable, Array]
 
 _COMPLETE = (np.sum, np.mean, np.max, np.min)
 _CLOSE = 1e-6
+_NOBODY: frozenset[int] = frozenset()
 
 
 def located(ours: Any, base: Any, here: Known, there: Known) -> list[tuple[Equation, tuple[Equation, ...]]]:
-    """Return the equations that make a value which fits no layout of values that fit one, with those around them.
+    """Return the equations that make a value which fits no layout of values that fit one, with those around them. Only
+    those count from which a result is reached through such values alone.
 
     Args:
       ours: The program on its mesh.
       base: The same on a mesh of ones.
-      here: The numbers of the first, with the mesh axes in front.
+      here: The numbers of the first, with the mesh axes in front; inside of a loop those of its first round.
       there: The numbers of the second.
     """
     one, other = ([eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"] for jaxpr in (ours, base))
@@ -43,8 +45,8 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> list[tuple[Equat
     for body, twin in zip(one, other, strict=True):
         if max(_compat.made_manual(twin).values(), default=1) == 1:
             walk = _Body(_compat.made_manual(body), here, there)
-            walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,))
-            found += walk.found
+            guilty = walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,), [_NOBODY] * len(body.invars))
+            found += [one for number, one in enumerate(walk.found) if number in guilty]
     return found
 
 
@@ -52,34 +54,47 @@ class _Body:
     """One body, beside itself on a mesh of ones.
 
     Attributes:
-      lost: The variables whose numbers fit no layout.
-      found: Where the first of them are made.
+      found: The equations that make a value which fits no layout of values that fit one.
+      lost: For each variable whose numbers fit no layout, which of these equations it comes from.
     """
 
     def __init__(self, sizes: Mapping[str, int], here: Known, there: Known) -> None:
         self.here, self.there, self.machine = here, there, Simulator(0)
         self.machine.sizes = dict(sizes)
-        self.lost: set[Variable] = set()
+        self.lost: dict[Variable, frozenset[int]] = {}
         self.found: list[tuple[Equation, tuple[Equation, ...]]] = []
 
-    def visit(self, one: Any, other: Any, callers: tuple[Equation, ...]) -> None:
+    def visit(
+        self, one: Any, other: Any, callers: tuple[Equation, ...], given: Sequence[frozenset[int]]
+    ) -> frozenset[int]:
+        """Look at a jaxpr and its twin, whose inputs come from these equations. Return what its results come from."""
         first, second = opened(one)[0], opened(other)[0]
-        self._is_lost(first.invars, second.invars)
+        for var, like, origins in zip(first.invars, second.invars, given, strict=False):
+            self._mark(var, like, origins)
         for eqn, twin in _corresponding(first.eqns, second.eqns):
+            operands = [self._origins(atom) for atom in eqn.invars]
             parts = held(eqn) if eqn.params.get("length") == twin.params.get("length") else ()
-            for part, like in zip(parts, held(twin), strict=False):
-                self.visit(part.jaxpr, like.jaxpr, (*callers, eqn))
-            known = not any(atom in self.lost for atom in eqn.invars if not isinstance(atom, Literal))
-            if self._is_lost(eqn.outvars, twin.outvars) and known and not parts:
+            inside = [
+                self.visit(part.jaxpr, like.jaxpr, (*callers, eqn), part.of(operands))
+                for part, like in zip(parts, held(twin), strict=False)
+            ]
+            origins = _NOBODY.union(*operands, *inside)
+            new = frozenset((len(self.found),))
+            lost = [self._mark(var, like, origins or new) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
+            if any(lost) and not origins:
                 self.found.append((eqn, callers))
+        return _NOBODY.union(*map(self._origins, first.outvars))
 
-    def _is_lost(self, ones: Sequence[Variable], others: Sequence[Variable]) -> bool:
-        """Keep which of these variables fit no layout, and return whether any does."""
-        pairs = [(v, w) for v, w in zip(ones, others, strict=False) if v in self.here and w in self.there]
-        lost = [v for v, w in pairs if not self._fits(self.here[v], self.there[w])]
-        self.lost.difference_update(v for v, _ in pairs)
-        self.lost.update(lost)
-        return bool(lost)
+    def _origins(self, atom: Variable) -> frozenset[int]:
+        return _NOBODY if isinstance(atom, Literal) else self.lost.get(atom, _NOBODY)
+
+    def _mark(self, var: Variable, like: Variable, origins: frozenset[int]) -> bool:
+        """Keep where a variable comes from if it fits no layout, and return whether it does not."""
+        self.lost.pop(var, None)
+        fits = var not in self.here or like not in self.there or self._fits(self.here[var], self.there[like])
+        if not fits:
+            self.lost[var] = origins
+        return not fits
 
     def _fits(self, x: Array, y: Array) -> bool:
         """Return whether an array may be what the devices hold of another one. Of other sizes nobody knows."""

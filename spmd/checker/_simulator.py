@@ -8,6 +8,7 @@ not all reach a collective are reported.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -28,6 +29,7 @@ from spmd._jaxprs.walker import (
     axes_of,
     equations,
     held,
+    opened,
     shape_of,
     walk,
 )
@@ -99,7 +101,7 @@ def simulate(
       inside: Whether an index that leaves its array is an error.
       shifts: Gets the line of each permutation for another number of devices, which is taken as the shift that it is
         there. None: it is an error.
-      known: Gets the value of each variable, as it was last.
+      known: Gets the value of each variable; inside of a loop that of its first round.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
@@ -108,6 +110,7 @@ def simulate(
     """
     machine = Simulator(most)
     machine.noise, machine.numbers, machine.shifts = noise, numbers or {}, shifts
+    machine.rounds = None if known is None else {}
     before = stay_inside.set(inside)
     try:
         with _arithmetic():
@@ -116,7 +119,7 @@ def simulate(
         stay_inside.reset(before)
     machine.read(outs)
     if known is not None:
-        known.update(machine.known)
+        known.update(machine.known | (machine.rounds or {}))
     return outs, machine.faults
 
 
@@ -154,6 +157,7 @@ class Simulator(Domain):
         is to read them as one array. Another body may take them as they are: JAX hands on what a derivative keeps so.
       numbers: What stands in for numbers of the program.
       shifts: The lines of permutations that were taken as shifts; None if they may not be.
+      rounds: The values of variables in the first round of the loop that they are in; None if nobody asks.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -167,6 +171,7 @@ class Simulator(Domain):
         self.apart: dict[int, tuple[Array, Array, Any, Fault]] = {}
         self.numbers: Mapping[int, float] = {}
         self.shifts: list[str] | None = None
+        self.rounds: dict[Variable, Array] | None = None
         self._left = most
 
     @property
@@ -310,7 +315,7 @@ class Simulator(Domain):
         self.read([x for x, sliced in given if sliced])
         for at in range(length)[:: -1 if eqn.params["reverse"] else 1]:
             rows = [x.take(at, self.lead) if sliced else x for x, sliced in given]
-            outs = self.run(eqn, body, [*rows[:first], *carry, *rows[first + count :]])
+            outs = self._round(eqn, body, [*rows[:first], *carry, *rows[first + count :]])
             carry = outs[:count]
             made.append(outs[count:])
         made = made[:: -1 if eqn.params["reverse"] else 1]
@@ -318,6 +323,15 @@ class Simulator(Domain):
             *carry,
             *(self._stack(eqn.outvars[count + i], rows) for i, rows in enumerate(_columns(made, eqn, count))),
         ]
+
+    def _round(self, eqn: Equation, body: Held, operands: Sequence[Array]) -> list[Array]:
+        outs = self.run(eqn, body, operands)
+        if self.rounds is not None:
+            inside = itertools.chain(opened(body.jaxpr)[0].invars, *(one.outvars for one in equations(body.jaxpr)))
+            for var in inside:
+                if var in self.known:
+                    self.rounds.setdefault(var, self.known[var])
+        return outs
 
     def _stack(self, var: Variable, rows: Sequence[Array]) -> Array:
         self.read(rows)
@@ -336,7 +350,7 @@ class Simulator(Domain):
                 return carry
             # A loop that is mapped asks for each element, and all go on while one does.
             self._check_together(eqn, goes_on.any(tuple(range(self.lead, goes_on.ndim))))
-            outs = self.run(eqn, body, [*constants, *carry])
+            outs = self._round(eqn, body, [*constants, *carry])
             carry = [self._where(goes_on, new, old) for new, old in zip(outs, carry, strict=True)]
         raise NotSimulated("a loop does not end")
 
