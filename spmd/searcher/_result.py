@@ -44,7 +44,7 @@ def factorisations(devices: int, axes: Sequence[str]) -> Iterator[Sizes]:
 def orders(sizes: Mapping[str, int], hardware: Hardware) -> Iterator[Sizes]:
     """The orders of a mesh's axes that differ in what lies inside a node. The other axes stay as they are.
 
-    >>> from spmd import hardware
+    >>> from spmd.accelerators import hardware
     >>> [tuple(order) for order in orders({"dp": 4, "tp": 8}, hardware("h100"))]
     [('tp', 'dp'), ('dp', 'tp')]
     """
