@@ -155,7 +155,7 @@ def line_of_error(error: BaseException) -> LineName:
     found, trace = LineName(), error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_outside(code.co_filename):
+        if is_users(code.co_filename) or (not found and is_outside(code.co_filename)):
             found = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
         trace = trace.tb_next
     return found

@@ -429,7 +429,7 @@ def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., A
         except Exception as error:  # of the program, which may raise anything
             if not around or not isinstance(error, ValueError):
                 at = f" at {line}" if (line := line_of_error(error)) else ""
-                said = f"{type(error).__name__}: {first_line(error)}"
+                said = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
                 raise _Failed(f"it fails on {_shown(sizes)}{at}: {said}") from error
 
 

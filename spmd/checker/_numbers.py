@@ -164,7 +164,7 @@ def cause_of(factors: Sequence[tuple[Mapping[str, int], float | None]]) -> Cause
             for large in (True, False):
                 powers = [math.prod(mesh[a] for a in axes) ** (1 if large else -1) for mesh, _ in factors]
                 pairs = zip(factors, powers, strict=True)
-                if all(x is not None and math.isclose(x, power, rel_tol=0.05) for (_, x), power in pairs):
+                if all(x is not None and math.isclose(x, power, rel_tol=0.01) for (_, x), power in pairs):
                     return Cause(axes, large)
     return None
 

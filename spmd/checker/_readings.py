@@ -49,13 +49,15 @@ class Reading:
     def may_be(self, number: Number) -> bool:
         """Return whether a number may be read so. Only an integer can be the size of a block."""
         value, whole = number
-        return math.isclose(value, self.number, rel_tol=1e-6) and (whole or self.says != "block")
+        return math.isclose(value, self.number, rel_tol=1e-6) and (whole or self.says not in ("block", "end"))
 
     def on(self, sizes: Mapping[str, int]) -> float:
         """Return what the number is on a mesh of these sizes."""
         n = math.prod(sizes[axis] for axis in self.axes)
         if self.says == "last":
             return n - 1
+        if self.says == "end":
+            return (self.number + 1) * self.count / n - 1
         return self.number * n / self.count if self.says in ("size", "whole") else self.number * self.count / n
 
     @property
@@ -77,6 +79,7 @@ _SAYS = {
     "last": "one less than the size of {axes}",
     "share": "one over the size of {axes}",
     "block": "the size of a block along {axes}",
+    "end": "one less than the size of a block along {axes}",
     "whole": "the size of {axes} times that of a block",
     "mean": "one over the size of {axes} times that of a block",
 }
@@ -126,6 +129,7 @@ def _possible(ours: Any, written: Mapping[str, int]) -> Iterator[Reading]:
     bodies = [eqn for eqn in equations(ours) if eqn.primitive.name == "shard_map"]
     for axes, size in (dim for eqn in bodies for dims in _inputs(eqn) for dim in dims if dim[0]):
         yield Reading(size // count(axes), "block", axes, count(axes))
+        yield Reading(size // count(axes) - 1, "end", axes, count(axes))
     if any(written[axis] != n for eqn in bodies for axis, n in _compat.made_manual(eqn).items()):
         return  # of another mesh, on which the written size times a block is not the whole
     # What JAX keeps for a derivative is no array of the program.

@@ -172,7 +172,7 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
         got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
     first = next((line for eqn, callers in trial.first() if (line := line_of(eqn, callers))), "")
     if first:
-        got.append(f"the first value that fits no layout is made at {first}")
+        got.append(f"from {first} on, values fit no layout of those on one device")
     elif unknown:
         got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])

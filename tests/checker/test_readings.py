@@ -56,6 +56,13 @@ def cross_entropy(block: int) -> Any:
     return body
 
 
+def rows_of_a_table(t, i):
+    """A table that is divided by rows, whose block of eight ends at seven."""
+    low = i - lax.axis_index("dp") * 8
+    own = (low >= 0) & (low <= 7)
+    return lax.psum(jnp.where(own[:, None], t[jnp.clip(low, 0, 7)], 0), "dp")
+
+
 def normalised(x):
     mean = lax.psum(x.mean(0, keepdims=True), "dp") / N
     variance = lax.psum(((x - mean) ** 2).mean(0, keepdims=True), "dp") / N
@@ -72,6 +79,14 @@ RIGHT = {
     "one over it": ("b/dp c -> c", lambda x: lax.psum(x.mean(0) * (1 / N), "dp"), (ROWS,), FOUR, "0.25 at", "one over"),
     "one less": ("b/dp c -> b/dp c", shifted(N - 1), (ROWS,), FOUR, "3 at", "one less than the size of dp"),
     "a block": (LOSS, cross_entropy(4), TOKENS, BOTH, "4 at", "the size of a block along tp"),
+    "the end of a block": (
+        "v/dp d, s -> s d",
+        rows_of_a_table,
+        (struct(32, 5), struct(6, dtype="int32")),
+        FOUR,
+        "7 at",
+        "one less than the size of a block along dp",
+    ),
     "of one axis of two": (
         "b/dp d/tp -> b/dp",
         lambda x: lax.rsqrt(lax.psum((x * x).mean(-1), "tp") / 4 + 1e-6),
