@@ -198,6 +198,7 @@ class _Program:
     ) -> None:
         self.reference, self.written = reference, written
         self.shifts: list[str] = []
+        self.close = _CLOSE
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
@@ -216,6 +217,7 @@ class _Program:
         self.grad, sizes = grad, self.sizes
         self.shifts.clear()
         ours, form = self._traced(sizes)
+        self.close = max(_CLOSE, 32 * max(map(_rounding, equations(ours)), default=0.0))
         try:
             base, other, unknown = self._base(form)
         except NotSimulated:
@@ -394,9 +396,16 @@ class _Program:
         gradients = max(map(_largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
 
         def allowed(path: Any, y: Array) -> Any:
-            return _CLOSE * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
+            return self.close * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
         return compared(found, wanted, allowed)
+
+
+def _rounding(eqn: Equation) -> float:
+    """Return by how much an equation rounds numbers that are held in double precision: one that takes their bits."""
+    if eqn.primitive.name != "bitcast_convert_type" or not jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating):
+        return 0.0
+    return float(jnp.finfo(eqn.invars[0].aval.dtype).eps)
 
 
 def _first(run: _Run, ours: Any, base: Any) -> list[tuple[Equation, tuple[Equation, ...]]]:

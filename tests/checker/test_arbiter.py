@@ -159,3 +159,18 @@ def test_too_many_numbers_are_not_drawn() -> None:
     large = jax.ShapeDtypeStruct((2**13, 2**13), "float32")
     found = tried(kernel("b/dp d -> b/dp d", jnp.sin), (large,), spmd.make_mesh(**SIZES), SIZES)
     assert found.why == "there are too many numbers: smaller structs can be compared"
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_bits_of_bfloat16_round_as_it_does(factor: float) -> None:
+    """A gather of bits, as weights travel in. On one device nothing is gathered, and nothing is rounded."""
+
+    def weights(w):
+        if lax.axis_size("dp") == 1:
+            return w
+        bits = lax.bitcast_convert_type(w.astype(jnp.bfloat16), "uint16")
+        whole = lax.bitcast_convert_type(lax.all_gather(bits, "dp", tiled=True), jnp.bfloat16)
+        return factor * whole.astype(w.dtype)
+
+    found = trial("d/dp -> d/dp", lambda w: w * weights(lax.stop_gradient(w)).sum(), X[0])
+    assert not found.why and found.wrong == (factor != 1), found.why
