@@ -249,11 +249,8 @@ class _Program:
             trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line, quiet=quiet)
             wrong = {one.path for one in differences}
             results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
-            along, first = (
-                functools.partial(self._along, form, wanted, run),
-                functools.partial(_first, run, ours, base),
-            )
-            trial = replace(trial, along=along, results=results, first=first)
+            along = functools.partial(self._along, form, wanted, run)
+            trial = replace(trial, along=along, results=results, first=functools.partial(_first, run, ours, base))
             if faults or self.reference:
                 return trial
             if self._same_on_whole_arrays(form, found, run):
@@ -261,8 +258,7 @@ class _Program:
             elif read or not other or not (read := self._read(ours, base, other, form, run)):
                 if self.shifts:
                     raise NoSuchDevice(FOR_ONE_NUMBER)
-                several = ((), *readings(ours, base, self.written))
-                if not _leaves(run, ours) and all(_leaves(run, base, one, other) for one in several):
+                if _leaves(run, base) and not _leaves(run, ours) and self._always_leaves(ours, base, other, run):
                     raise NotSimulated(
                         f"an index leaves its array on {_shown(other)}, and none does on the mesh; {COUNTS}"
                     )
@@ -272,6 +268,10 @@ class _Program:
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
         shifts = tuple(dict.fromkeys(self.shifts))
         return Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet, shifts=shifts)
+
+    def _always_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Run) -> bool:
+        """Return whether an index leaves its array on one device, whatever numbers are read as."""
+        return all(_leaves(run, base, one, other) for one in readings(ours, base, self.written))
 
     def quieted(self, grad: bool) -> Trial:
         """Return the trial without random numbers. A loop that draws until a number is right may not end then."""

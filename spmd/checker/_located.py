@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
+from spmd.checker._numbers import subsets
 from spmd.checker._primitives import Array
 from spmd.checker._simulator import Simulator
 
@@ -114,8 +115,7 @@ class _Body:
         differing = [i for i in range(self.machine.lead) if x.shape[i] > 1]
         if _close(x, y):
             return True
-        ways = itertools.chain.from_iterable(itertools.combinations(differing, k + 1) for k in range(len(differing)))
-        return any(_close(complete(x, axis=at, keepdims=True), y) for at in ways for complete in _COMPLETE)
+        return any(_close(fn(x, axis=at, keepdims=True), y) for at in subsets(differing) for fn in _COMPLETE)
 
 
 def _corresponding(ones: Sequence[Equation], others: Sequence[Equation]) -> Iterator[tuple[Equation, Equation]]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jax.tree_util import keystr
 
 from spmd import _compat
 from spmd._trees.leaves import is_key, wrapped
+
+T = TypeVar("T")
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
 
@@ -158,15 +160,18 @@ class Cause:
 
 def cause_of(factors: Sequence[tuple[Mapping[str, int], float | None]]) -> Cause | None:
     """The axes whose sizes explain a factor, which is given for each mesh."""
-    names = list(factors[0][0])
-    for count in range(1, len(names) + 1):
-        for axes in itertools.combinations(names, count):
-            for large in (True, False):
-                powers = [math.prod(mesh[a] for a in axes) ** (1 if large else -1) for mesh, _ in factors]
-                pairs = zip(factors, powers, strict=True)
-                if all(x is not None and math.isclose(x, power, rel_tol=0.01) for (_, x), power in pairs):
-                    return Cause(axes, large)
+    for axes in subsets(list(factors[0][0])):
+        for large in (True, False):
+            powers = [math.prod(mesh[a] for a in axes) ** (1 if large else -1) for mesh, _ in factors]
+            pairs = zip(factors, powers, strict=True)
+            if all(x is not None and math.isclose(x, power, rel_tol=0.01) for (_, x), power in pairs):
+                return Cause(axes, large)
     return None
+
+
+def subsets(items: Sequence[T]) -> Iterator[tuple[T, ...]]:
+    """All choices of at least one of these, the smallest first."""
+    return itertools.chain.from_iterable(itertools.combinations(items, k + 1) for k in range(len(items)))
 
 
 def advice_on(differences: Sequence[Difference], causes: Sequence[Cause]) -> str | None:

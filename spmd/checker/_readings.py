@@ -19,6 +19,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.lines import LineName, is_transposed, line_of
 from spmd._jaxprs.walker import equations, shape_of
+from spmd.checker._numbers import subsets
 from spmd.language import axes_tuple
 
 _MOST = 16  # readings that are tried
@@ -122,7 +123,7 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
 
 def _possible(ours: Any, written: Mapping[str, int]) -> Iterator[Reading]:
     count = lambda axes: math.prod(written[axis] for axis in axes)
-    groups = [axes for k in range(1, len(written) + 1) for axes in itertools.combinations(written, k)]
+    groups = list(subsets(list(written)))
     for says, number in (("size", lambda n: n), ("share", lambda n: 1 / n), ("last", lambda n: n - 1)):
         for axes in groups:
             yield Reading(number(count(axes)), says, axes, count(axes))
@@ -132,7 +133,7 @@ def _possible(ours: Any, written: Mapping[str, int]) -> Iterator[Reading]:
         yield Reading(size // count(axes) - 1, "end", axes, count(axes))
     if any(written[axis] != n for eqn in bodies for axis, n in _compat.made_manual(eqn).items()):
         return  # of another mesh, on which the written size times a block is not the whole
-    # What JAX keeps for a derivative is no array of the program.
+    # What JAX keeps for a derivative is not an array of the program.
     wholes = dict.fromkeys(
         one for eqn in bodies if not is_transposed(eqn) for dims in _inputs(eqn) for one in _some(dims)
     )
@@ -155,10 +156,9 @@ def _inputs(body: Any) -> Iterator[list[_Dim]]:
 
 def _some(dims: Sequence[_Dim]) -> Iterator[_Dim]:
     """Some dimensions of an array together, of which one is divided."""
-    for k in range(len(dims)):
-        for several in itertools.combinations(dims, k + 1):
-            if axes := tuple(axis for one, _ in several for axis in one):
-                yield axes, math.prod(size for _, size in several)
+    for several in subsets(dims):
+        if axes := tuple(axis for one, _ in several for axis in one):
+            yield axes, math.prod(size for _, size in several)
 
 
 def _numbers(jaxpr: Any) -> Iterator[tuple[Literal, Number, LineName]]:

@@ -104,7 +104,7 @@ def test_the_message_of_numbers() -> None:
 
 
 def test_what_types_do_not_follow_is_near_the_mistake() -> None:
-    """A halo of the wrong side is no mistake of types. Numbers fit no layout where it comes to lie beside the block."""
+    """A halo of the wrong side is not a mistake of types. Numbers fit no layout where it comes to lie beside the block."""
 
     def shifted(x):
         n = lax.axis_size("tp")
