@@ -49,6 +49,12 @@ def test_each_verdict(kind: str) -> None:
     assert bool(found) == (kind == "wrong")
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_mesh_without_devices_is_followed_as_well(kind: AxisType) -> None:
+    mesh = jax.sharding.AbstractMesh((2, 4), ("dp", "tp"), axis_types=(kind, kind))
+    assert spmd.check(spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(norms), X).verdict.kind == "proved"
+
+
 def test_what_each_says() -> None:
     agrees, differs = Trial(SIZES, gradients=True), Trial(SIZES, differences=(object(),))
     assert str(judge([], agrees, [])) == (
