@@ -45,6 +45,7 @@ TOO_LARGE = "there are too many numbers: smaller structs can be compared"
 _MOST = 200_000_000  # numbers that one run computes
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
+_ROUNDED = 32  # times the rounding of a type whose bits are computed with
 _NOISE = (0.31, 0.64, 0.87, 0.12, 0.5)  # what stands in for random numbers in each draw
 # How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
 # numbers that are alike on all devices.
@@ -198,7 +199,7 @@ class _Program:
     ) -> None:
         self.reference, self.written = reference, written
         self.shifts: list[str] = []
-        self.close = _CLOSE
+        self.rounded: list[float] = []
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
@@ -217,7 +218,6 @@ class _Program:
         self.grad, sizes = grad, self.sizes
         self.shifts.clear()
         ours, form = self._traced(sizes)
-        self.close = max(_CLOSE, 32 * max(map(_rounding, equations(ours)), default=0.0))
         try:
             base, other, unknown = self._base(form)
         except NotSimulated:
@@ -352,7 +352,7 @@ class _Program:
         with jax.ensure_compile_time_eval():
             numbers = [held_number(x) for x in jax.tree.leaves(given)]
         return lambda jaxpr, read=(), sizes=(), inside=False, known=None: simulate(
-            jaxpr, numbers, _MOST, noise, read_as(read, sizes, jaxpr), inside, self.shifts, known
+            jaxpr, numbers, _MOST, noise, read_as(read, sizes, jaxpr), inside, self.shifts, known, self.rounded
         )
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
@@ -394,18 +394,12 @@ class _Program:
     def _differences(self, form: _Form, got: Sequence[Array], base: Sequence[Array]) -> list[Difference]:
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in (got, base))
         gradients = max(map(_largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
+        close = max(_CLOSE, _ROUNDED * max(self.rounded, default=0.0))
 
         def allowed(path: Any, y: Array) -> Any:
-            return self.close * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
+            return close * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
         return compared(found, wanted, allowed)
-
-
-def _rounding(eqn: Equation) -> float:
-    """Return by how much an equation rounds numbers that are held in double precision: one that takes their bits."""
-    if eqn.primitive.name != "bitcast_convert_type" or not jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating):
-        return 0.0
-    return float(jnp.finfo(eqn.invars[0].aval.dtype).eps)
 
 
 def _first(run: _Run, ours: Any, base: Any) -> list[tuple[Equation, tuple[Equation, ...]]]:

@@ -48,6 +48,32 @@ def wide_dtype(dtype: Any) -> Any:
     return np.dtype(np.float64) if jnp.issubdtype(dtype, jnp.floating) else np.dtype(dtype)
 
 
+def numbers_of(x: Array) -> Array:
+    """The numbers whose bits are carried, or the array itself."""
+    return x[x.dtype.names[0]] if x.dtype.names else x
+
+
+def alike(arrays: Sequence[Array]) -> list[Array]:
+    """The same arrays. Where some carry bits, all do."""
+    name = next((x.dtype.names[0] for x in arrays if x.dtype.names), None)
+    return [x if name is None or x.dtype.names else _carried(x.view(jnp.dtype(name)), name) for x in arrays]
+
+
+def _carried(x: Array, name: str) -> Array:
+    """Bits that are moved, and nothing else, are carried as the numbers that they are of: a record, whose one field is
+    named for their type. So they are not rounded."""
+    out = np.empty(x.shape, [(name, np.float64)])
+    out[name] = x
+    return out
+
+
+# What only moves elements.
+MOVES = frozenset((
+    "bitcast_convert_type", "transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "dynamic_slice", "rev",
+    "select_n", "dynamic_update_slice", "concatenate", "split", "stack", "unstack", "tile", "pad",
+))  # fmt: skip
+
+
 def draws(eqn: Equation) -> bool:
     """Return whether an equation makes numbers of keys."""
     keys = [any(is_key_type(getattr(v.aval, "dtype", None)) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]
@@ -72,7 +98,8 @@ def compute(eqn: Equation, lead: int, operands: Sequence[Array], generators: dic
     except TypeError:  # NumPy has no such function of these numbers: an arctan2 of complex ones
         return _asked(eqn, lead, operands, generators)
     outs = outs if isinstance(outs, list) else [outs]
-    return [np.asarray(out, wide_dtype(v.aval.dtype)) for out, v in zip(outs, eqn.outvars, strict=True)]
+    held = zip(outs, eqn.outvars, strict=True)
+    return [out if out.dtype.names else np.asarray(out, wide_dtype(v.aval.dtype)) for out, v in held]
 
 
 # --- by JAX -----------------------------------------------------------------------------------------------------
@@ -172,8 +199,17 @@ def _converted(eqn: Equation, lead: int, x: Array) -> Array:
 
 def _bits(eqn: Equation, lead: int, x: Array) -> Array:
     """The same bits as another type: those of the program's own type, and not of the one that is held."""
-    narrow = x.astype(eqn.invars[0].aval.dtype)
-    return np.asarray(jax.lax.bitcast_convert_type(narrow, eqn.params["new_dtype"]))
+    old, new = np.dtype(eqn.invars[0].aval.dtype), np.dtype(eqn.params["new_dtype"])
+    if x.dtype.names and x.dtype.names[0] == new.name:
+        return numbers_of(x)
+    if jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.integer) and old.itemsize == new.itemsize:
+        return _carried(x, old.name)
+    return np.asarray(jax.lax.bitcast_convert_type(bits_of(x, eqn.invars[0].aval).astype(old), new))
+
+
+def bits_of(x: Array, aval: Any) -> Array:
+    """The bits that an array carries, in the type of its variable; an array that carries none."""
+    return numbers_of(x).astype(jnp.dtype(x.dtype.names[0])).view(aval.dtype) if x.dtype.names else x
 
 
 def _rounded(params: Any, x: Array) -> Array:

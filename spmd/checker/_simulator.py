@@ -34,7 +34,19 @@ from spmd._jaxprs.walker import (
     walk,
 )
 from spmd._trees.leaves import is_key_type
-from spmd.checker._primitives import Array, NotSimulated, compute, draws, generator, stay_inside, wide_dtype
+from spmd.checker._primitives import (
+    MOVES,
+    Array,
+    NotSimulated,
+    alike,
+    bits_of,
+    compute,
+    draws,
+    generator,
+    numbers_of,
+    stay_inside,
+    wide_dtype,
+)
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
@@ -89,6 +101,7 @@ def simulate(
     inside: bool = False,
     shifts: list[str] | None = None,
     known: dict[Variable, Array] | None = None,
+    rounded: list[float] | None = None,
 ) -> tuple[list[Array], list[Fault]]:
     """The results of a whole program, and what went wrong on the way.
 
@@ -102,6 +115,7 @@ def simulate(
       shifts: Gets the line of each permutation for another number of devices, which is taken as the shift that it is
         there. None: it is an error.
       known: Gets the value of each variable; inside of a loop that of its first round.
+      rounded: Gets how much each equation rounds that computes with the bits of numbers.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
@@ -119,8 +133,10 @@ def simulate(
         stay_inside.reset(before)
     machine.read(outs)
     if known is not None:
-        known.update(machine.known | (machine.rounds or {}))
-    return outs, machine.faults
+        known.update({var: numbers_of(x) for var, x in (machine.known | (machine.rounds or {})).items()})
+    if rounded is not None:
+        rounded.append(machine.rounded)
+    return [bits_of(x, v.aval) for x, v in zip(outs, opened(jaxpr)[0].outvars, strict=True)], machine.faults
 
 
 @contextlib.contextmanager
@@ -158,6 +174,7 @@ class Simulator(Domain):
       numbers: What stands in for numbers of the program.
       shifts: The lines of permutations that were taken as shifts; None if they may not be.
       rounds: The values of variables in the first round of the loop that they are in; None if nobody asks.
+      rounded: How much is rounded at most, because bits of numbers are computed with.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -172,6 +189,7 @@ class Simulator(Domain):
         self.numbers: Mapping[int, float] = {}
         self.shifts: list[str] | None = None
         self.rounds: dict[Variable, Array] | None = None
+        self.rounded = 0.0
         self._left = most
 
     @property
@@ -194,8 +212,9 @@ class Simulator(Domain):
         if self.apart:
             self.read(operands)
         self._spend(eqn)
+        operands = self.moved(eqn, operands) if eqn.primitive.name in MOVES else self.plain(eqn, operands)
         given = [
-            x if x.dtype == (kind := wide_dtype(v.aval.dtype)) else x.astype(kind)
+            x if x.dtype.names or x.dtype == (kind := wide_dtype(v.aval.dtype)) else x.astype(kind)
             for x, v in zip(operands, eqn.invars, strict=True)
             if hasattr(v.aval, "dtype")
         ]
@@ -204,6 +223,22 @@ class Simulator(Domain):
         if self.noise is not None and draws(eqn):
             return [_alike(self, eqn, operands[0], self.noise)]
         return compute(eqn, self.lead, given, self.generators)
+
+    def plain(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+        """The operands of an equation with the bits that they carry: these are rounded."""
+        for x in operands:
+            if x.dtype.names:
+                self.rounded = max(self.rounded, float(jnp.finfo(x.dtype.names[0]).eps))
+        return [bits_of(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True)]
+
+    def moved(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+        """The operands of an equation that only moves elements. Where one carries bits, all of its type do."""
+        found, types = list(operands), [v.aval.dtype for v in eqn.invars]
+        carried = [kind for x, kind in zip(operands, types, strict=True) if x.dtype.names]
+        places = [i for i, kind in enumerate(types) if kind in carried] if carried else []
+        for i, x in zip(places, alike([operands[i] for i in places]), strict=True):
+            found[i] = x
+        return found
 
     def read(self, values: Sequence[Array]) -> None:
         """Report those of these arrays that are not equal on all devices that hold them."""
@@ -338,7 +373,7 @@ class Simulator(Domain):
         if not rows:
             return np.zeros((1,) * self.lead + shape_of(var), wide_dtype(var.aval.dtype))
         front = np.broadcast_shapes(*(x.shape for x in rows))
-        return np.stack([np.broadcast_to(x, front) for x in rows], self.lead)
+        return np.stack([np.broadcast_to(x, front) for x in alike(rows)], self.lead)
 
     def _while(self, eqn: Equation, body: Held, test: Held, operands: Sequence[Array]) -> list[Array]:
         count = len(body.stacked)
@@ -355,7 +390,7 @@ class Simulator(Domain):
         raise NotSimulated("a loop does not end")
 
     def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[Array]) -> list[Array]:
-        which = np.clip(operands[0].astype(np.int64), 0, len(parts) - 1)
+        which = np.clip(bits_of(operands[0], eqn.invars[0].aval).astype(np.int64), 0, len(parts) - 1)
         taken = np.unique(which)
         if len(taken) > 1:
             self._check_together(eqn, which)
@@ -369,6 +404,7 @@ class Simulator(Domain):
         if chosen.all():
             return new
         self.read([new, old])
+        new, old = alike([new, old])
         return np.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - chosen.ndim)), new, old)
 
     def _check_together(self, eqn: Equation, decision: Array) -> None:
@@ -389,6 +425,7 @@ def _columns(made: Sequence[Sequence[Array]], eqn: Equation, count: int) -> Iter
 
 def same_numbers(x: Array, y: Array) -> bool:
     """Return whether numbers are equal but for the rounding of sums in another order."""
+    x, y = numbers_of(x), numbers_of(y)
     if x.dtype.kind not in "fc":
         return bool((x == y).all())
     finite = np.abs(np.where(np.isfinite(y), y, 0)).max(initial=0)
@@ -596,6 +633,11 @@ def _wraps(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list
     return list(operands)
 
 
+def _counts(rule: Rule) -> Rule:
+    """A rule that computes with its operands, and so with the bits that they carry."""
+    return lambda machine, eqn, operands: rule(machine, eqn, machine.plain(eqn, operands))
+
+
 _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
     copy_p stop_gradient name reduce_scatter_done reduce_precision spmd_layout spmd_assert_equal spmd_order
@@ -603,19 +645,21 @@ _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p
 
 Simulator.rules = {
     **dict.fromkeys(_SAME.split(), _same),
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _reduces(np.sum)),
-    "pmax": _reduces(np.max),
-    "pmin": _reduces(np.min),
+    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _counts(_reduces(np.sum))),
+    "pmax": _counts(_reduces(np.max)),
+    "pmin": _counts(_reduces(np.min)),
     **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
+    **dict.fromkeys(
+        ("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _counts(_scatters)
+    ),
     "all_to_all": _exchanges,
-    "ragged_all_to_all": _ragged,
+    "ragged_all_to_all": _counts(_ragged),
     "ppermute": _permutes,
     "axis_index": _indexes,
     "spmd_split": _splits,
-    **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _random),
-    "random_wrap": _wraps,
-    "reduce": _folds,
+    **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _counts(_random)),
+    "random_wrap": _counts(_wraps),
+    "reduce": _counts(_folds),
     "random_unwrap": _same,
     "debug_callback": lambda machine, eqn, operands: [],
     "debug_print": lambda machine, eqn, operands: [],

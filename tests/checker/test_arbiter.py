@@ -161,8 +161,8 @@ def test_too_many_numbers_are_not_drawn() -> None:
     assert found.why == "there are too many numbers: smaller structs can be compared"
 
 
-@pytest.mark.parametrize("factor", [1.0, 2.0])
-def test_bits_of_bfloat16_round_as_it_does(factor: float) -> None:
+@pytest.mark.parametrize("factor", [1.0, 1.0001])
+def test_bits_that_are_moved_are_not_rounded(factor: float) -> None:
     """A gather of bits, as weights travel in. On one device nothing is gathered, and nothing is rounded."""
 
     def weights(w):
@@ -174,3 +174,34 @@ def test_bits_of_bfloat16_round_as_it_does(factor: float) -> None:
 
     found = trial("d/dp -> d/dp", lambda w: w * weights(lax.stop_gradient(w)).sum(), X[0])
     assert not found.why and found.wrong == (factor != 1), found.why
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_bits_that_are_computed_with_are_rounded(factor: float) -> None:
+    """Each device sends its bits beside zeros, and the devices are summed."""
+
+    def weights(w):
+        if lax.axis_size("dp") == 1:
+            return w
+        bits = lax.bitcast_convert_type(w.astype(jnp.bfloat16), "uint16").astype("int32")
+        rows = jnp.zeros((2, *bits.shape), "int32").at[lax.axis_index("dp")].set(bits)
+        whole = lax.psum(rows, "dp").reshape(-1).astype("uint16")
+        return factor * lax.bitcast_convert_type(whole, jnp.bfloat16).astype(w.dtype)
+
+    found = trial("d/dp -> d/dp", lambda w: w * weights(lax.stop_gradient(w)).sum(), X[0])
+    assert not found.why and found.wrong == (factor != 1), found.why
+
+
+def test_bits_meet_others_where_nothing_is_computed() -> None:
+    """Zeros of integers are the bits of zeros: around a block, in a choice, and in the first carry of a loop."""
+
+    def body(x):
+        bits = lax.bitcast_convert_type(x.astype(jnp.float16), "int16")
+        padded = lax.pad(bits, jnp.int16(0), ((1, 1, 0),))[1:-1]
+        chosen = jnp.where(x > 0, padded, 0)
+        last, rows = lax.scan(lambda before, one: (one, before), jnp.zeros_like(chosen[0]), chosen)
+        back = lax.bitcast_convert_type(jnp.concatenate([rows[1:], last[None]]), jnp.float16)
+        return back.astype(x.dtype)
+
+    assert trial("d/dp -> d/dp", body, X[0]).agrees
+    assert trial("d/dp -> d/dp", lambda x: body(x) * lax.axis_size("dp"), X[0]).wrong

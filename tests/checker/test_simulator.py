@@ -46,6 +46,7 @@ def agrees(fn: Callable[..., Any], *args: Any) -> None:
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "psum": lambda x: (lax.psum(x, "tp"), lax.psum(x, BOTH), lax.psum(x.sum(), TURNED)),
     "extremes": lambda x: (lax.pmax(x, "dp"), lax.pmin(x, BOTH)),
+    "signed bits": lambda x: lax.pmax(lax.bitcast_convert_type(x, "int32"), "dp"),
     "mean": lambda x: lax.pmean(x, BOTH),
     "gathers": lambda x: (
         lax.all_gather(x, "tp", axis=1, tiled=True),
