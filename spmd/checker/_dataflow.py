@@ -298,21 +298,13 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
     if not entry.params.get("check_vma", True):  # JAX types nothing there
         return
     own = frozenset(_compat.made_manual(entry)) & (walk.wanted or frozenset(walk.sizes))
-    differing: dict[int, frozenset[str]] = {}  # values share their states
-
     def mistyped(var: Variable) -> list[str]:
         state = walk.known.get(var) if not hasattr(var, "val") else None
-        if state is None:
-            return []
-        axes = differing.get(id(state))
-        if axes is None:
-            axes = differing[id(state)] = state.axes & own
-        if not axes:
-            return []
-        left = axes - _compat.varying_type(var.aval)  # nearly always nothing
+        left = state.axes & own - _compat.varying_type(var.aval) if state else NONE
         return [a for a in walk.sizes if a in left - _compat.unreduced_type(var.aval)] if left else []
 
-    if not any(map(mistyped, walk.known)):
+    alike = {(id(state), _compat.varying_type(var.aval)): var for var, state in walk.known.items()}
+    if not any(map(mistyped, alike.values())):  # many values have one state, and few types differ
         return
     for eqn in walker.equations(entry.params["jaxpr"]):
         wrong = [] if held(eqn) or eqn.primitive.name.startswith("spmd_") else [v for v in eqn.outvars if mistyped(v)]
