@@ -298,6 +298,7 @@ def _check_types(walk: Dataflow, entry: Any) -> None:
     if not entry.params.get("check_vma", True):  # JAX types nothing there
         return
     own = frozenset(_compat.made_manual(entry)) & (walk.wanted or frozenset(walk.sizes))
+
     def mistyped(var: Variable) -> list[str]:
         state = walk.known.get(var) if not hasattr(var, "val") else None
         left = state.axes & own - _compat.varying_type(var.aval) if state else NONE

@@ -205,3 +205,16 @@ def test_bits_meet_others_where_nothing_is_computed() -> None:
 
     assert trial("d/dp -> d/dp", body, X[0]).agrees
     assert trial("d/dp -> d/dp", lambda x: body(x) * lax.axis_size("dp"), X[0]).wrong
+
+
+@pytest.mark.parametrize(("reduce", "why"), [("pmin", ""), ("pmax", "not for the same ones in another order")])
+def test_integers_that_are_given_come_in_another_order_too(reduce: str, why: str) -> None:
+    """The first place of the largest number: where each device has one place alone, the last one is as right."""
+
+    def place(x):
+        largest = lax.pmax(x.max(), tuple(SIZES))
+        here = jnp.argmax(x) + spmd.offset("n/dp/tp")
+        return getattr(lax, reduce)(jnp.where(x.max() == largest, here, {"pmin": 99, "pmax": -1}[reduce]), tuple(SIZES))
+
+    found = trial("n/dp/tp -> scalar", place, jnp.arange(16) // 2)
+    assert why in found.why and not found.wrong, found.why
