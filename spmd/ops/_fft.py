@@ -370,7 +370,7 @@ def idst(
 class _How(NamedTuple):
     """The keywords of a transform."""
 
-    norm: str
+    norm: str | None  # None for "backward": with that word `jnp.fft` multiplies by one
     to: To | None
     pad: bool = False
     type: int = 2
@@ -395,6 +395,7 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
     call.type_copies(how.to)
     if how.norm not in NORMS:
         call.fail(not_one_of("norm", how.norm, NORMS), error=LayoutError)
+    how = how._replace(norm=None if how.norm == "backward" else how.norm)
     wall = _wall(call, how)
     operand = call.operand(x)
     x = _inexact(call, operand.x)

@@ -48,7 +48,7 @@ class Wall(NamedTuple):
         """The least number of elements: a cosine transform of type I has one at each wall."""
         return 2 if self.type == 1 and not self.sine else 1
 
-    def along_last(self, x: Any, norm: str) -> Any:
+    def along_last(self, x: Any, norm: str | None) -> Any:
         """The transform of the last dimension of a real or complex array."""
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             return lax.complex(self.along_last(x.real, norm), self.along_last(x.imag, norm))
@@ -58,7 +58,7 @@ class Wall(NamedTuple):
         ends = _ends(self.sine, kind) if ortho else ((), ())
         x = _scaled(x, ends[0], math.sqrt(2))
         x = _scaled((_sines if self.sine else _cosines)(x, kind), ends[1], math.sqrt(0.5))
-        power = 0.5 if ortho else 1.0 if (norm == "backward") == self.inverse else 0.0
+        power = 0.5 if ortho else 1.0 if (norm is None) == self.inverse else 0.0
         return x * period**-power if power else x
 
 
@@ -135,7 +135,7 @@ def factors(n: int, parts: int) -> tuple[int, int]:
 
 
 @scope(mapping=None)
-def in_two_factors(x: Any, sizes: tuple[int, int], axes: tuple[str, ...], *, inverse: bool, norm: str) -> Any:
+def in_two_factors(x: Any, sizes: tuple[int, int], axes: tuple[str, ...], *, inverse: bool, norm: str | None) -> Any:
     """The transform of the last dimension, `"... (m n)/a"` to `"... (q k)/a"`, complex.
 
     With the sample `m N + n` and the frequency `q M + k`: transforms of length M along m, a factor for each k and n,

@@ -518,3 +518,11 @@ def test_integers_are_as_exact_as_in_jnp() -> None:
         out = run(x)
         assert out.dtype == jnp.fft.fftn(x).dtype == jnp.complex128
         close(out, np.fft.fftn(x), 1e-13)
+
+
+def test_nothing_is_multiplied_by_one() -> None:
+    """On a GPU a factor of one is another pass over the array."""
+    x = numbers(np.random.default_rng(0), (8, 12, 4), False)
+    for kind in ("fft", "ifft"):
+        jaxpr = jax.make_jaxpr(lambda x, kind=kind: kernel(kind, "x/a y z -> kx ky/a kz", make_mesh({"a": 4}))(x))(x)
+        assert not re.findall(r" = (mul|div)\b", f"{jaxpr}")
