@@ -262,6 +262,7 @@ _ROOMS = ("spmd.fft", "spmd.stencil", "spmd.linalg", "spmd", "spmd.parallel", "s
 # Functions of JAX whose like has another name here.
 _OTHERWISE = {
     "pad": "spmd.stencil.halo",
+    "gather": "spmd.take",
     "logsumexp": 'spmd.reduce(..., "logsumexp")',
     "tree_norm": "spmd.parallel.global_norm",
 }
@@ -288,7 +289,8 @@ class Call(NamedTuple):
     @property
     def namesake(self) -> str | None:
         """The public function of this package with the name of one that was running, or that is like the call."""
-        like = (f"{room}.{name}" for name, room in itertools.product(self.names, _ROOMS) if name in _public(room))
+        named = itertools.product(self.names, _ROOMS)
+        like = (_OTHERWISE.get(name, f"{room}.{name}") for name, room in named if name in _public(room))
         return next((_OTHERWISE[name] for name in self.names[:1] if name in _OTHERWISE), next(like, None))
 
     @property

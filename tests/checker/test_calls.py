@@ -72,6 +72,7 @@ def test_a_function_whose_like_has_another_name_or_room() -> None:
     advice = lambda body: told(body, "b/dp d/tp -> b/dp d/tp").rpartition("advice: ")[2]
     assert advice(lambda x: jnp.fft.fft(x).real).startswith("spmd.fft.fft, which takes")
     assert advice(lambda x: jnp.pad(x, ((0, 0), (1, 1)))[:, 2:]).startswith("spmd.stencil.halo, which takes")
+    assert advice(lambda x: x[:, jnp.array([3, 1, 0, 2])]).startswith("spmd.take, which takes")
     assert 'spmd.reduce(..., "logsumexp"), which takes' in told(lambda x: jax.nn.logsumexp(x, 1), ROWS)
     assert "halo" not in advice(lambda x: jax.lax.associative_scan(jnp.add, x, axis=1))
 
