@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.lines import LineName, is_transposed, line_of
-from spmd._jaxprs.walker import equations, shape_of
+from spmd._jaxprs.walker import equations, held, opened, shape_of
 from spmd.checker._numbers import subsets
 from spmd.language import axes_tuple
 
@@ -87,7 +88,7 @@ _SAYS = {
 
 
 def read_as(several: Sequence[Reading], sizes: Mapping[str, int], jaxpr: Any) -> dict[int, float]:
-    """Return what the numbers of a program are on a mesh of these sizes, by the `id` of each `Literal`."""
+    """Return what the numbers of a program are on a mesh of these sizes, by the `id` of each `Literal` or constant."""
     found = {}
     for atom, number, line in _numbers(jaxpr) if several else ():
         for one in several:
@@ -104,8 +105,8 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
       base: The same on the mesh where it is read.
       written: The sizes for which the numbers may have been written.
     """
-    lines: dict[Number, dict[LineName, None]] = {}
-    here: dict[LineName, set[float]] = {}
+    lines: dict[Number, dict[str, None]] = {}
+    here: dict[str, set[float]] = {}
     for _, (value, _), line in _numbers(ours):
         here.setdefault(line, set()).add(value)
     for _, number, line in _numbers(base):
@@ -161,11 +162,19 @@ def _some(dims: Sequence[_Dim]) -> Iterator[_Dim]:
             yield axes, math.prod(size for _, size in several)
 
 
-def _numbers(jaxpr: Any) -> Iterator[tuple[Literal, Number, LineName]]:
-    """The real numbers that stand in equations, and where."""
+def _numbers(jaxpr: Any) -> Iterator[tuple[Any, Number, LineName | str]]:
+    """The real numbers that stand in equations, and where; and those that the program closes over."""
     for eqn in equations(jaxpr):
         for atom in eqn.invars:
-            if isinstance(atom, Literal) and np.ndim(atom.val) == 0:
-                whole = jnp.issubdtype(atom.aval.dtype, jnp.integer)
-                if whole or jnp.issubdtype(atom.aval.dtype, jnp.floating):
-                    yield atom, (float(atom.val), whole), line_of(eqn)
+            if isinstance(atom, Literal) and (number := _real(atom.val, atom.aval.dtype)):
+                yield atom, number, line_of(eqn)
+    closed = (part.jaxpr for eqn in equations(jaxpr) for part in held(eqn))
+    for value in itertools.chain.from_iterable(opened(one)[1] for one in (jaxpr, *closed)):
+        if not isinstance(value, jax.core.Tracer) and (number := _real(value, value.dtype)):
+            yield value, number, "a constant from outside"
+
+
+def _real(value: Any, dtype: Any) -> Number | None:
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    real = np.ndim(value) == 0 and (whole or jnp.issubdtype(dtype, jnp.floating))
+    return (float(value), whole) if real else None

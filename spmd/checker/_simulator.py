@@ -110,7 +110,7 @@ def simulate(
       args: Its inputs, held as `wide_dtype` says, keys as their words.
       most: How many numbers may be computed.
       noise: A number between 0 and 1 that stands in for each random one, so that none depends on the mesh.
-      numbers: What stands in for numbers of the program, by the `id` of each `Literal`.
+      numbers: What stands in for numbers of the program, by the `id` of each `Literal` or constant.
       inside: Whether an index that leaves its array is an error.
       shifts: Gets the line of each permutation for another number of devices, which is taken as the shift that it is
         there. None: it is an error.
@@ -200,11 +200,13 @@ class Simulator(Domain):
         if value is None:
             raise NotSimulated("it has a constant that nobody knows")
         found = held_number(value)
-        return found.reshape((1,) * self.lead + found.shape)
+        return self._read(value, found.reshape((1,) * self.lead + found.shape))
 
     def literal(self, atom: Variable) -> Array:
-        found = self.constant(None, atom.val)
-        return np.full_like(found, self.numbers[id(atom)]) if id(atom) in self.numbers else found
+        return self._read(atom, self.constant(None, atom.val))
+
+    def _read(self, of: Any, number: Array) -> Array:
+        return np.full_like(number, self.numbers[id(of)]) if id(of) in self.numbers else number
 
     def step(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         if not eqn.outvars:
