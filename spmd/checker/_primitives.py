@@ -372,31 +372,6 @@ def _dot(eqn: Equation, lead: int, x: Array, y: Array) -> Array:
     return _product(x, y, lead, eqn.params["dimension_numbers"], wide_dtype(eqn.outvars[0].aval.dtype))
 
 
-def _grouped(eqn: Equation, lead: int, x: Array, y: Array, sizes: Array) -> Array:
-    """A `ragged_dot_general`: rows of one group meet the matrix of that group, or are summed among themselves."""
-    how = eqn.params["ragged_dot_dimension_numbers"]
-    numbers, dtype = how.dot_dimension_numbers, wide_dtype(eqn.outvars[0].aval.dtype)
-    [ragged] = how.lhs_ragged_dimensions
-    ends = np.cumsum(sizes, -1)
-    places = np.arange(x.shape[lead + ragged])
-    outs = []
-    for group in range(sizes.shape[-1]):
-        first = ends[..., group : group + 1] - sizes[..., group : group + 1]
-        own = (places >= first) & (places < ends[..., group : group + 1])
-        shape = [*own.shape[:lead], *(own.shape[-1] if d == ragged else 1 for d in range(x.ndim - lead))]
-        rows = np.where(own.reshape(shape), x, 0)
-        matrix = y.take(group, lead + how.rhs_group_dimensions[0]) if how.rhs_group_dimensions else y
-        outs.append(_product(rows, matrix, lead, _without_group(numbers, how.rhs_group_dimensions), dtype))
-    return sum(outs[1:], outs[0]) if how.rhs_group_dimensions else np.stack(outs, lead)
-
-
-def _without_group(numbers: Any, groups: Sequence[int]) -> Any:
-    """The dimensions of a product, where that of the groups is gone from the right."""
-    fewer = lambda dims: tuple(d - sum(d > g for g in groups) for d in dims)
-    (left, right), (left_batch, right_batch) = numbers
-    return (left, fewer(right)), (left_batch, fewer(right_batch))
-
-
 def _product(x: Array, y: Array, lead: int, numbers: Any, dtype: Any) -> Array:
     """A `dot_general`: batch dimensions, then those of the left, then those of the right."""
     (left, right), (left_batch, right_batch) = numbers
@@ -598,7 +573,6 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "dynamic_update_slice": _written,
     "iota": _counted,
     "dot_general": _dot,
-    "ragged_dot_general": _grouped,
     "threefry2x32": _each(_threefry),
     "stack": _stacked,
     "unstack": lambda eqn, lead, x: list(np.moveaxis(x, eqn.params["axis"] + lead, 0)),
