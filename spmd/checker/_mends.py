@@ -16,7 +16,6 @@ from spmd._jaxprs.walker import Equation, Variable, shape_of
 from spmd.checker._history import Call, Origin, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
 from spmd.checker._state import HIDDEN, Pending, State, axes_of_dim
-from spmd.checker._table import rounds
 from spmd.comm._keywords import axes_in, keyword_for, works_along
 from spmd.errors import Fix, if_possible
 from spmd.language import Atom, Layout, Pattern, verb_for
@@ -260,15 +259,6 @@ def completed_first(walk: Any, eqn: Equation, axes: Sequence[str]) -> str:
     if ops == {"mean"}:
         return mean
     return total if ops == {"sum"} else f"of a sum: {total};\nof a mean: {mean}"
-
-
-@if_possible
-def sent_in_a_byte(walk: Any, eqn: Equation, axes: Sequence[str]) -> bool:
-    """Return whether a partial sum is rounded to one byte: to sum first would send what the rounding spares."""
-    parts = {*partial_operands(walk, eqn, axes)}
-    made = (one for one, _, _ in walk.history.made.values() if one.primitive.name == "convert_element_type")
-    bytes_ = (one for one in made if rounds(one) and one.params["new_dtype"].itemsize == 1)
-    return any(not parts.isdisjoint(walk.history.behind(one.invars[0])) for one in bytes_)
 
 
 def reshaped(state: State, axes: Sequence[str]) -> str | None:

@@ -173,11 +173,6 @@ def _each(fn: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _with(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of single elements that reads the parameters of its equation."""
-    return lambda eqn, lead, *operands: fn(eqn.params, *operands)
-
-
 def _quotient(x: Array, y: Array) -> Array:
     if x.dtype.kind in "iu":  # towards zero
         safe = np.where(y == 0, 1, y)
@@ -212,11 +207,6 @@ def bits_of(x: Array, aval: Any) -> Array:
     return numbers_of(x).astype(jnp.dtype(x.dtype.names[0])).view(aval.dtype) if x.dtype.names else x
 
 
-def _rounded(params: Any, x: Array) -> Array:
-    away = int(params["rounding_method"]) == 0  # AWAY_FROM_ZERO, else TO_NEAREST_EVEN
-    return np.trunc(x + np.copysign(0.5, x)) if away else np.round(x)
-
-
 def _chosen(eqn: Equation, lead: int, which: Array, *cases: Array) -> Array:
     rank = len(shape_of(eqn.outvars[0]))
     which = which.reshape(which.shape[:lead] + (1,) * rank) if which.ndim == lead else which
@@ -229,12 +219,6 @@ def _chosen(eqn: Equation, lead: int, which: Array, *cases: Array) -> Array:
 def _logical_right(x: Array, y: Array) -> Array:
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return np.where(y.astype(unsigned) < 8 * x.dtype.itemsize, x.astype(unsigned) >> y.astype(unsigned), 0)
-
-
-def _arithmetic_right(x: Array, y: Array) -> Array:
-    """The leading bit is repeated, in unsigned numbers, too."""
-    signed = np.dtype(f"i{x.dtype.itemsize}")
-    return (x.astype(signed) >> np.minimum(y, 8 * x.dtype.itemsize - 1).astype(signed)).astype(x.dtype)
 
 
 def _left(x: Array, y: Array) -> Array:
@@ -516,13 +500,6 @@ def _sorted(eqn: Equation, lead: int, *operands: Array) -> list[Array]:
     return [np.take_along_axis(x, order, axis) for x in whole]
 
 
-def _leading(eqn: Equation, lead: int, x: Array) -> list[Array]:
-    axis, k = eqn.params.get("axis", x.ndim - lead - 1) % (x.ndim - lead) + lead, eqn.params["k"]
-    order = np.argsort(-x if x.dtype.kind != "u" else x.max(initial=0) - x, axis=axis, kind="stable")
-    order = np.take(order, range(k), axis)
-    return [np.take_along_axis(x, order, axis), order]
-
-
 NUMPY: dict[str, Callable[..., Any]] = {
     **{
         name: _each(fn)
@@ -540,11 +517,10 @@ NUMPY: dict[str, Callable[..., Any]] = {
             "ge": np.greater_equal, "eq_to": np.equal, "lt_to": np.less, "le_to": np.less_equal,
             "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "real": np.real,
             "imag": np.imag, "conj": np.conj, "complex": lambda x, y: x + 1j * y, "is_finite": np.isfinite,
-            "shift_left": _left, "shift_right_logical": _logical_right, "shift_right_arithmetic": _arithmetic_right,
+            "shift_left": _left, "shift_right_logical": _logical_right,
         }.items()
     },
-    "integer_pow": _with(lambda p, x: x ** p["y"] if p["y"] >= 0 else 1 / x ** -p["y"]),
-    "round": _with(_rounded),
+    "integer_pow": lambda eqn, lead, x: x ** n if (n := eqn.params["y"]) >= 0 else 1 / x**-n,
     "select_n": _chosen,
     "convert_element_type": _converted,
     "bitcast_convert_type": _bits,
@@ -578,7 +554,6 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "unstack": lambda eqn, lead, x: list(np.moveaxis(x, eqn.params["axis"] + lead, 0)),
     "tile": lambda eqn, lead, x: np.tile(x, (*(1,) * lead, *eqn.params["reps"])),
     "sort": _sorted,
-    "top_k": _leading,
     "gather": _looked_up,
     "scatter": _put(None),
     **dict.fromkeys(("scatter-add", "scatter_add"), _put(np.add)),

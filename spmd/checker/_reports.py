@@ -33,7 +33,6 @@ from spmd.checker._mends import (
     reasons,
     reduced,
     reshaped,
-    sent_in_a_byte,
     shown_dims,
     summed_in,
     what_it_may_be,
@@ -200,15 +199,12 @@ def nonlinear_use(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
 def _mended(walk: Any, eqn: Equation, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
     first = completed_first(walk, eqn, axes)
-    if sent_in_a_byte(walk, eqn, axes):
-        bits = 'a sum that is sent in few bits: spmd.per_shard("each device rounds its own term") around it'
-        return Fault(rule, walk.kernel, None, None, where(walk, eqn), advice=joined(bits, first, "\n"))
     call, operands = call_around(eqn, walk.callers), partial_operands(walk, eqn, axes)
     if any(summed_in(walk, atom, call) for atom in operands):
         fix, advice = None, of_the_whole(walk, operands, call, axes)
     else:
         told = reduced(walk, operands[0], call) if len(operands) == 1 else None
-        fix, advice = (told, None) if isinstance(told, Fix) else (None, told or first)
+        fix, advice = (told, None) if isinstance(told, Fix) else (None, joined(told or first, MEANT, "\n"))
     return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
 
 

@@ -56,6 +56,10 @@ MENDED = {
         lambda x, w, fix: fix(x=x).astype(jnp.int32),
         lambda i, j: X.sum().astype(np.int32),
     ),
+    "rounding_of_some_bits": (
+        lambda x, w, fix: fix(x=x).astype(jnp.int8).astype(jnp.int32),
+        lambda i, j: X.astype(np.int32).sum().astype(np.int8).astype(np.int32),
+    ),
     "quotient_of_whole_numbers": (
         lambda x, w, fix: lax.div(fix(x=x), jnp.int32(3)),
         lambda i, j: X.astype(np.int32).sum() // 3,
