@@ -32,7 +32,7 @@ BUDGET = {
     "_processes": 295,
     "_python": 210,
     "_trees": 440,
-    "checker": 5700,
+    "checker": 5710,
     "cluster": 1770,
     "comm": 2315,
     "drawing": 300,

@@ -201,13 +201,16 @@ class _Program:
         self.shifts: list[str] = []
         self.rounded: list[float] = []
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
+        given = not any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays)
+        real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
+        self.given = [list(arrays)] if given and real else None  # which may be equal where random ones are not
+        self.whole_numbers = given and not real
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
             self.draws: list[list[Any]] = [
-                [_filled(arrays, seed, one) for one in (*bold, False)] for seed in range(len(_SCALES))
+                [_filled(arrays, seed, one, self.whole_numbers and seed > 0) for one in (*bold, False)]
+                for seed in range(len(_SCALES))
             ]
-            self.given = _given(arrays)
-        self.whole_numbers = _are_whole_numbers(arrays)
         self.structs = _structs_of(self.draws[0][-1])
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
@@ -500,11 +503,9 @@ def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
             raise NotSimulated("a jax.shard_map has a mesh of its own: reference= or build= tells what it means")
 
 
-def _filled(arrays: Sequence[Any], seed: int, bold: bool) -> list[Any]:
-    """Arguments for a trial. Numbers that are given keep their sign and their zeros; others are drawn. Where only
-    integers are given, a further trial has them in another order."""
+def _filled(arrays: Sequence[Any], seed: int, bold: bool, reordered: bool) -> list[Any]:
+    """Arguments for a trial. Numbers that are given keep their sign and their zeros; others are drawn."""
     first, last = _SCALES[seed]
-    reordered = seed > 0 and _are_whole_numbers(arrays)
     draws = np.random.default_rng((seed, 7))
 
     def one(x: Any) -> Any:
@@ -525,19 +526,6 @@ def _filled(arrays: Sequence[Any], seed: int, bold: bool) -> list[Any]:
         return (np.asarray(x) * np.geomspace(first, last, max(np.size(x), 1)).reshape(np.shape(x))).astype(x.dtype)
 
     return [scaled(x) for x in drawn([one(x) for x in arrays], seed, bold=bold and seed > 0)]
-
-
-def _are_whole_numbers(arrays: Sequence[Any]) -> bool:
-    """Return whether all arrays are given, and none has floating-point or complex numbers."""
-    drawn = jax.core.Tracer | jax.ShapeDtypeStruct
-    return not any(isinstance(x, drawn) or jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays)
-
-
-def _given(arrays: Sequence[Any]) -> list[list[Any]] | None:
-    """The arguments themselves, if all have numbers: these may be equal where random ones are not."""
-    if any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays):
-        return None
-    return [list(arrays)] if any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays) else None
 
 
 def first_body(jaxpr: Any) -> Any:
