@@ -42,13 +42,13 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> list[tuple[Equat
     one, other = ([eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"] for jaxpr in (ours, base))
     if len(one) != len(other):
         return []
-    found = []
+    found: list[tuple[bool, Any]] = []
     for body, twin in zip(one, other, strict=True):
         if max(_compat.made_manual(twin).values(), default=1) == 1:
             walk = _Body(_compat.made_manual(body), here, there)
             guilty = walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,), [_NOBODY] * len(body.invars))
-            found += [one for number, one in enumerate(walk.found) if number in guilty]
-    return found
+            found += [(number in walk.absorbed, one) for number, one in enumerate(walk.found) if number in guilty]
+    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
 
 
 class _Body:
@@ -56,6 +56,8 @@ class _Body:
 
     Attributes:
       found: The equations that make a value which fits no layout of values that fit one.
+      absorbed: Those of which a value is made that fits one again, such as the indices of a table that is divided.
+        Where there are others, they are innocent.
       lost: For each variable whose numbers fit no layout, which of these equations it comes from.
     """
 
@@ -64,6 +66,7 @@ class _Body:
         self.machine.sizes = dict(sizes)
         self.lost: dict[Variable, frozenset[int]] = {}
         self.found: list[tuple[Equation, tuple[Equation, ...]]] = []
+        self.absorbed: set[int] = set()
 
     def visit(
         self, one: Any, other: Any, callers: tuple[Equation, ...], given: Sequence[frozenset[int]]
@@ -84,6 +87,8 @@ class _Body:
             lost = [self._mark(var, like, origins or new) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
             if any(lost) and not origins:
                 self.found.append((eqn, callers))
+            elif not any(lost):
+                self.absorbed |= origins
         return _NOBODY.union(*map(self._origins, first.outvars))
 
     def _origins(self, atom: Variable) -> frozenset[int]:

@@ -95,6 +95,24 @@ def test_the_line_in_the_second_of_two_kernels() -> None:
     assert line(in_a_call) in said(lambda x: second(first(x)).sum(), ROWS).line
 
 
+def test_indices_of_a_divided_table_are_innocent() -> None:
+    """They fit no layout, and what is made of them does: in the forward pass. The gradient of the table is a scatter by
+    them, of a cotangent that is wrong because of another line."""
+
+    def loss(table, w, ids):
+        low = ids - lax.axis_index("tp") * table.shape[0]
+        own = (low >= 0) & (low < table.shape[0])
+        x = lax.psum(jnp.where(own[:, None], table[jnp.where(own, low, 0)], 0), "tp")
+        h = jnp.tanh(x) @ w
+        y = lax.pmean(jnp.sin(h) @ w.T, "tp")  # here
+        return lax.psum((y * y).sum(), "dp")
+
+    run = spmd.kernel("v/tp d, d f/tp, b/dp -> scalar", mesh=MESH)(loss)
+    structs = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 6), (6, 8))]
+    finding, *_ = spmd.check(jax.value_and_grad(run, (0, 1)), *structs, jax.ShapeDtypeStruct((8,), "int32"))
+    assert line(loss) in finding.line, finding
+
+
 def test_most_lines_of_mistakes_that_only_numbers_see() -> None:
     """The line that is marked, or one next to it."""
     near = 0

@@ -75,7 +75,14 @@ TOKENS = struct(8, 3), struct(16, 3), struct(8, dtype="int32")
 LOSS = "b/dp d, v/tp d, b/dp -> b/dp"
 
 RIGHT = {
-    "an array": ("b/dp c -> c", lambda x: lax.psum(x.mean(0), "dp") / COUNT, (ROWS,), FOUR, "4 at a constant", "the size"),
+    "an array": (
+        "b/dp c -> c",
+        lambda x: lax.psum(x.mean(0), "dp") / COUNT,
+        (ROWS,),
+        FOUR,
+        "4 at a constant",
+        "the size",
+    ),
     "the size": ("b/dp c -> c", lambda x: lax.psum(x.mean(0), "dp") / N, (ROWS,), FOUR, "4 at", "the size of dp"),
     "at two lines": ("b/dp c -> b/dp c", normalised, (ROWS,), FOUR, "4 at several lines", "the size of dp"),
     "one over it": ("b/dp c -> c", lambda x: lax.psum(x.mean(0) * (1 / N), "dp"), (ROWS,), FOUR, "0.25 at", "one over"),
