@@ -356,9 +356,10 @@ def call_around(eqn: Equation, callers: Sequence[Equation]) -> Call:
 
 
 def given_to(walk: Any, atom: Variable, call: Call) -> Iterator[Any]:
-    """The variables that a call was given, of those that a value of it is made of."""
+    """The variables that a call was given, of those that a value of it is made of. A function that is called again has
+    the same jaxpr, and what it is given then is not known yet."""
     outside = lambda *where: not call.is_of(call_around(*where))
-    for var in walk.history.behind(atom, outside):
+    for var in filter(walk.known.__contains__, walk.history.behind(atom, outside)):
         made = walk.history.producer(var)
         if not walk.history.operands(var) if made is None else outside(*made):
             yield var

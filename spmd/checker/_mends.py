@@ -212,6 +212,7 @@ def partial_operands(walk: Any, eqn: Equation, axes: Sequence[str]) -> list[Any]
     return [atom for atom in operands if walk.known[atom].partial & {*axes}]
 
 
+@if_possible
 def of_the_whole(walk: Any, atoms: Sequence[Any], call: Call, axes: Sequence[str]) -> str:
     """Return what to write for a call that works on each device's own piece: the verb of its name, or a whole array."""
     if call.namesake is not None:

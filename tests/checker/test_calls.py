@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 import spmd
 from spmd.checker._history import Call, History, call_around
@@ -108,3 +109,17 @@ def test_one_expression_is_one_call() -> None:
     assert not Call(None, None, ()).is_of(Call(None, None, ())) and Call(None, None, ("sort",)).namesake == "spmd.sort"
     assert Call(None, None, ("standardize",)).namesake is None
     assert Call(None, None, ("tree_norm", "reduce")).namesake == "spmd.parallel.global_norm"
+
+
+def test_a_function_that_is_called_again() -> None:
+    """JAX keeps one jaxpr of it. What the second call is given is not known where the first one is told of."""
+
+    def power(x, v):
+        for _ in range(2):
+            v = lax.psum(x.T @ lax.psum(x @ v, "tp"), "dp")
+            v = v / jnp.linalg.norm(v)
+        return v
+
+    body = spmd.kernel("n/dp d/tp, d/tp -> d/tp", mesh=spmd.make_mesh(dp=2, tp=4))(power)
+    found = spmd.check(body, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8), (8,))))
+    assert "nonlinear" in [one.kind for one in found] and "all_gather" in f"{found[0].advice}"
