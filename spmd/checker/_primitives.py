@@ -552,7 +552,6 @@ NUMPY: dict[str, Callable[..., Any]] = {
     "threefry2x32": _each(_threefry),
     "stack": _stacked,
     "unstack": lambda eqn, lead, x: list(np.moveaxis(x, eqn.params["axis"] + lead, 0)),
-    "tile": lambda eqn, lead, x: np.tile(x, (*(1,) * lead, *eqn.params["reps"])),
     "sort": _sorted,
     "gather": _looked_up,
     "scatter": _put(None),
