@@ -70,7 +70,7 @@ def _carried(x: Array, name: str) -> Array:
 # What only moves elements.
 MOVES = frozenset((
     "bitcast_convert_type", "transpose", "squeeze", "broadcast_in_dim", "reshape", "slice", "dynamic_slice", "rev",
-    "select_n", "dynamic_update_slice", "concatenate", "split", "stack", "unstack", "tile", "pad",
+    "select_n", "dynamic_update_slice", "concatenate", "split", "stack", "unstack", "pad",
 ))  # fmt: skip
 
 

@@ -188,3 +188,8 @@ def test_what_jax_cannot_compute_at_once_is_said() -> None:
     jaxpr = jax.make_jaxpr(lambda x: jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((), "f4"), x))(1.0)
     with pytest.raises(NotSimulated, match="pure_callback"):
         simulate(jaxpr, [np.float64(1)], 10**6)
+
+
+def test_what_moves_bits_is_computed_here() -> None:
+    """JAX takes no records."""
+    assert set(_primitives.NUMPY) >= _primitives.MOVES
