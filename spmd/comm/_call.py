@@ -194,7 +194,7 @@ class Call:
         """Decide JAX's type of what this call gathers: what the user says, or else what the kernel chose for this
         place. Where the kernel is traced again, what is traced in `scope` knows the call."""
         if to not in (None, "varying", "invarying"):
-            self.fail(not_one_of("to", to, get_args(To)), error=LayoutError)
+            self.fail(not_one_of("to", to, get_args(To)))
         frame = self.frame
         if frame.explicit and (frame.diagnosing or frame.invarying):
             where = place() if to is None else None
@@ -241,12 +241,16 @@ class Call:
         got: Sequence[str] = (),
         fix: str | Fix | Sequence[str | Fix] | None = None,
         advice: str | None = None,
-        error: type[SpmdError] = CommunicationError,
+        error: type[SpmdError] = LayoutError,
     ) -> NoReturn:
         """Raise `error` with this call, the fault underlined, the mesh, the fix and advice."""
         span = at if at and at[1] > at[0] else None
         shown = {"call": self.text, "source": self.written.source, "span": span}
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
+
+    def refuse(self, rule: str, **how: Any) -> NoReturn:
+        """Raise a `CommunicationError`, as `fail` does: the call would have to send what its string does not say."""
+        self.fail(rule, **how, error=CommunicationError)
 
     @if_possible
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
@@ -349,12 +353,9 @@ class Call:
                 f"{inputs} array{'s' * (inputs != 1)}",
                 f"{len(left)} layout{'s' * (len(left) != 1)}",
             )
-            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.", error=LayoutError)
+            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.")
         if outputs is not None and self.pattern.arrow and len(right) != outputs:
-            self.fail(
-                f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.",
-                error=LayoutError,
-            )
+            self.fail(f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.")
 
     def no_axis(self) -> NoReturn:
         """Complain about a mesh axis of the pattern that the mesh does not have."""
@@ -470,7 +471,7 @@ class Call:
         if not margins:
             self.no_margins(layout)
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
-        x = as_array(x, label, functools.partial(self.fail, error=LayoutError))
+        x = as_array(x, label, self.fail)
         known = tag_of(x)
         told = known is not None and same_axes(known.layout, layout) is True
         bound = bind([(label, x.shape, layout)], self.mesh, known=self.sizes, local=self.frame.explicit, together=True)
@@ -507,7 +508,7 @@ class Call:
         for dim in layout.dims:
             if dim.margin != (0, 0):
                 rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
-                self.fail(rule, at=dim.span, error=LayoutError)
+                self.fail(rule, at=dim.span)
 
     @if_possible
     def _spaced(self) -> Fix | None:
@@ -543,7 +544,7 @@ class Call:
         equal = self.frame.in_mesh_order({a for a in layout.unreduced if a in manual and a not in have})
         if equal:
             n = self.frame.axis_size(equal)
-            self.fail(
+            self.refuse(
                 f"{label} is equal on {', '.join(equal)}, so it is not a partial sum: summing {n} "
                 f"copies multiplies it by {n}.",
                 at=self.mark_span("{U:"),
@@ -562,7 +563,7 @@ class Call:
         lost = self.frame.in_mesh_order(set(have.unreduced) - set(layout.unreduced))
         if lost:
             done = Layout.from_dims(have.dims, reduced=have.reduced)
-            self.fail(
+            self.refuse(
                 f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout.short}", which is complete.',
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
                 fix=self.first("psum", have, done, index=index, of=name),
@@ -570,7 +571,7 @@ class Call:
         blocks = self.frame.in_mesh_order(set(have.axes) & set(layout.unreduced))
         if blocks:
             gather = self.first("all_gather", have, have.without(*blocks), index=index, of=name)
-            self.fail(
+            self.refuse(
                 f'{label} holds "{have.short}": blocks over {", ".join(blocks)}, which are not terms of a sum.',
                 at=self.mark_span("{U:"),
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
@@ -589,24 +590,24 @@ class Call:
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
         if (named := self._named(have, layout)) is not None:
-            self.fail(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
+            self.refuse(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
         if fix is not None and fix.verb == "split" and (short := self._too_few(have, wanted or have)) is not None:
-            self.fail(rule, at=at, got=[*got, short])
+            self.refuse(rule, at=at, got=[*got, short])
         told = self._keyword(layout.dims[position], have.dims[position].axes, fix)
         told = told or self._rather(fix, have, index, {*have.axes} - {*layout.axes})
         if told is not None:
-            self.fail(rule, at=at, got=got, advice=told)
+            self.refuse(rule, at=at, got=got, advice=told)
         if meant is not None and fix and fix.verb == "all_gather" and self._along(layout, have):
             left = ", ".join(meant.short if i == index else one.short for i, one in enumerate(self.pattern.inputs))
             again = self.paste(left, *([self._text(*self.pattern.outputs)] if self.pattern.arrow else []))
             string = "" if again else f'"{meant.short}" in this string: '
-            self.fail(rule, at=at, got=got, fix=again, advice=f"{string}{self.name} works along a divided dimension")
+            self.refuse(rule, at=at, got=got, fix=again, advice=f"{string}{self.name} works along a divided dimension")
         turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
         if (again := self.with_slashes()) is not None:
             said, fix = [f"or {fix} before this call, if each device needs the whole array"] if fix else [], again
-        self.fail(
+        self.refuse(
             rule,
             at=at,
             got=got,

@@ -15,7 +15,7 @@ from spmd import _compat
 from spmd._trees.leaves import not_int
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
-from spmd.errors import Fix, LayoutError
+from spmd.errors import Fix
 from spmd.language import Layout, factors_of, verb_for, with_axes_of
 
 T = TypeVar("T")
@@ -45,7 +45,6 @@ def check_sides(call: Call) -> None:
             got=[f"left: {src.short}", f"right: {dst.short}"],
             fix=fix,
             advice=advice,
-            error=LayoutError,
         )
     if call.written.inputs == call.written.outputs:
         rule = f"both sides of the string are the same, so {call.name} has nothing to do."
@@ -53,7 +52,7 @@ def check_sides(call: Call) -> None:
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
-        call.fail(
+        call.refuse(
             f"no verb makes a complete value a partial sum, as {mark} on the right says.",
             at=call.mark_span("{U:", last=True),
             got=[call.frame.describe()],
@@ -67,10 +66,10 @@ def _same_sides(call: Call, src: Layout, rule: str) -> NoReturn:
     have = None if known is None else known.layout
     if have is None or same_axes(have, src, marks=False) is not False:
         left = ', or write on the left how the array lies, as in "d/tp -> d"' if call.name == "all_gather" else ""
-        call.fail(rule, advice=f"leave the line out{_unmarked(call, src)}{left}")
+        call.refuse(rule, advice=f"leave the line out{_unmarked(call, src)}{left}")
     wanted = with_axes_of(have, src)
     fix = None if wanted is None else call.first(verb_for(have, after := Layout.from_dims(wanted)), have, after)
-    call.fail(rule, got=[f'the array holds "{have.short}"'], fix=fix)
+    call.refuse(rule, got=[f'the array holds "{have.short}"'], fix=fix)
 
 
 def _unmarked(call: Call, src: Layout) -> str:
@@ -91,7 +90,7 @@ def _check_pair(call: Call, verb: str) -> bool:
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     needed = verb_for(src, dst)
     if needed not in (verb, "nothing"):
-        call.fail(
+        call.refuse(
             _why(needed, verb, src, dst),
             at=_fault(src, dst),
             got=[call.frame.describe()],
@@ -101,7 +100,7 @@ def _check_pair(call: Call, verb: str) -> bool:
         if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
             rule = f"{call.name} keeps the margins of a dimension and its axes: what lies in them is copies."
             advice = "cut the margins off first; stencil.halo makes new ones"
-            call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice, error=LayoutError)
+            call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice)
     return needed != "nothing"
 
 
@@ -460,7 +459,6 @@ def ppermute(x: T, layout: str, /, perm: Sequence[tuple[int, int]], **names: Any
         call.fail(
             "perm is a sequence of pairs of Python ints, (from block, to block).",
             advice=f"as in {call.text.removesuffix(')')}, [(0, 1), (1, 0)])",
-            error=LayoutError,
         )
     return _permute(call, x, lambda blocks: _checked(call, pairs, blocks))
 
@@ -501,7 +499,7 @@ def shift(x: T, layout: str, /, by: int = 1, *, wrap: bool = True, **names: Any)
     example = 'shift(x, "[b/dp] d", 1)'
     call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None, example=example, also=also)
     if fault:
-        call.fail(fault, error=LayoutError)
+        call.fail(fault)
 
     def pairs(blocks: int) -> list[tuple[int, int]]:
         if wrap:
@@ -527,13 +525,13 @@ def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple
     for what, places in (("from", sources), ("to", targets)):
         outside = [i for i in places if not 0 <= i < blocks]
         if outside:
-            call.fail(
+            call.refuse(
                 f"there are {blocks} blocks, numbered 0 to {blocks - 1}, and perm sends {what} {outside[0]}.",
                 got=[call.frame.describe()],
             )
         twice = [i for i in places if places.count(i) > 1]
         if twice:
-            call.fail(f"perm sends {what} block {twice[0]} twice.", got=[call.frame.describe()])
+            call.refuse(f"perm sends {what} block {twice[0]} twice.", got=[call.frame.describe()])
     return perm
 
 
@@ -546,14 +544,12 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
             f"{call.name} moves the blocks of one dimension: put it in brackets.",
             fix=fix,
             advice=None if fix else f'as in {call.name}(x, "[b/dp] d", ...)',
-            error=LayoutError,
         )
     if len(marked[0].atoms) != 1:
         call.fail(
             f"{call.name} moves the blocks of a dimension with one name, and this one has {len(marked[0].atoms)}.",
             at=marked[0].span,
             advice="rearrange it into dimensions of their own first",
-            error=LayoutError,
         )
     axes = marked[0].axes
     blocks = call.frame.axis_size(axes) if axes else 1

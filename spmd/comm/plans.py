@@ -368,7 +368,7 @@ def _complete(call: Call) -> tuple[Layout, Layout]:
         elif any(atom.name == "_" for atom in dim.atoms):
             rule, advice = "a plan needs every size, and '_' has no name to give it by.", "name the dimension"
         if rule:
-            call.fail(rule, at=dim.span, advice=advice, error=LayoutError)
+            call.fail(rule, at=dim.span, advice=advice)
     return source.without_brackets(), target.without_brackets()
 
 

@@ -22,7 +22,6 @@ from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.collectives import roll_p
-from spmd.errors import LayoutError
 from spmd.language import Layout, Pattern
 from spmd.ops._reduce import factors_by_name, placed, plain_dims
 
@@ -148,7 +147,7 @@ def along(
     plain_dims(call, src, unnamed=True, literals=True)
     if src.unreduced and not linear:
         rule = f"{name} of a partial sum is not {name} of its parts: psum first."
-        call.fail(rule, fix=call.summed_first())
+        call.refuse(rule, fix=call.summed_first())
     operand = call.operand(x)
     dims = tuple(i for i, factor in enumerate(operand.factors) if factor.bracket)
     if not dims or (most is not None and len(dims) > most):
@@ -157,10 +156,9 @@ def along(
             f"{name.rpartition('.')[2]} works along the {'one dimension' if most == 1 else 'dimensions'} in brackets.",
             got=[f"{len(dims)} in brackets" if dims else "no brackets"],
             advice=f"as in [{last}]" if not dims else "one pair of brackets around one dimension",
-            error=LayoutError,
         )
     if ordered and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
-        call.fail(f"{name} needs numbers that are ordered, and the array is {operand.x.dtype}.", error=LayoutError)
+        call.fail(f"{name} needs numbers that are ordered, and the array is {operand.x.dtype}.")
     return Along(call, operand, dims)
 
 
@@ -207,7 +205,7 @@ def roll(x: Any, layout: str, /, shift: Shift | tuple[Shift, ...] = 1, **names: 
     one = along("roll", x, layout, names, linear=True, example='roll(x, "b/dp [d]", 1)')
     if fault := next((d for d in one.operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
         rule = f"roll works along a dimension with one name, and this one has {len(fault.atoms)}."
-        one.call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first", error=LayoutError)
+        one.call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first")
     shifts = _shifts(one.call, shift, len(one.dims))
 
     def rolled() -> Any:
@@ -264,12 +262,12 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[Any, ...]:
     for one in shifts:
         if isinstance(one, jax.Array):
             if not jnp.issubdtype(one.dtype, jnp.integer):
-                call.fail(f"shift, the number of elements, is an integer, not {one.dtype}.", error=LayoutError)
+                call.fail(f"shift, the number of elements, is an integer, not {one.dtype}.")
         elif fault := not_int("shift, the number of elements,", one):
-            call.fail(fault, error=LayoutError)
+            call.fail(fault)
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
-        call.fail(rule, advice="one int, for all of them", error=LayoutError)
+        call.fail(rule, advice="one int, for all of them")
     return tuple(_scalar(call, one) if isinstance(one, jax.Array) else one for one in shifts)
 
 
@@ -375,9 +373,9 @@ def _mask(one: Along, where: Any, shape: tuple[int, ...]) -> Any:
         mask = jnp.broadcast_to(where, shape)
     except ValueError:
         rule = f"where has shape {jnp.shape(where)}, which does not broadcast to {shape}, the shape of x here."
-        one.call.fail(rule, error=LayoutError)
+        one.call.fail(rule)
     if mask.dtype != jnp.bool_:
-        one.call.fail(f"where is an array of booleans, not of {mask.dtype}.", error=LayoutError)
+        one.call.fail(f"where is an array of booleans, not of {mask.dtype}.")
     return mask.reshape(one.x.shape)
 
 
@@ -491,14 +489,14 @@ def _kept(one: Along, who: str) -> tuple[Layout, tuple[int, ...]]:
     if sorted(names) != sorted(rest):
         shown = ", ".join(n for n in rest if not n.startswith("...")) or "scalar"
         rule = f"{who} keeps the dimensions that are not in brackets: {shown}."
-        call.fail(rule, got=[f"right: {dst.short}"], error=LayoutError)
+        call.fail(rule, got=[f"right: {dst.short}"])
     have = factors_by_name(operand)
     for atom in dst.atoms:
         factor = have[atom.name]
         if factor.axes != (atom.axes or ()):
             left, right = placed(factor.name, factor.axes), placed(factor.name, atom.axes or ())
             rule = f"{who} keeps the placement of the other dimensions: {left} on the left is {right} on the right."
-            call.fail(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
+            call.refuse(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
     return dst, tuple(rest.index(name) for name in names)
 
 

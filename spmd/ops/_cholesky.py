@@ -14,7 +14,7 @@ from jax import lax
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Factor, open_call
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import Along, along
 from spmd.ops._reduce import plain_dims
@@ -78,15 +78,13 @@ def rows_and_columns(one: Along, name: str, does: str, example: str) -> tuple[Fa
     """The dimensions of a matrix, in a call that can be: the rows may be divided, and the columns are whole."""
     if len(one.dims) != 2:
         got = [f"{len(one.dims)} in brackets"]
-        one.call.fail(
-            f"{name} takes rows and columns in brackets.", got=got, advice=f"as in {example}", error=LayoutError
-        )
+        one.call.fail(f"{name} takes rows and columns in brackets.", got=got, advice=f"as in {example}")
     rows, columns = one.factors
     if columns.axes:
         rule = f"only rows are divided, the first dimension in brackets, and {columns.name} is divided too."
-        one.call.fail(rule, at=columns.span, advice="all_gather or relayout it before", error=LayoutError)
+        one.call.fail(rule, at=columns.span, advice="all_gather or relayout it before")
     if one.x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
-        one.call.fail(f"{name} {does} float32, float64 or complex numbers, not {one.x.dtype}.", error=LayoutError)
+        one.call.fail(f"{name} {does} float32, float64 or complex numbers, not {one.x.dtype}.")
     return rows, columns
 
 
@@ -479,7 +477,7 @@ def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[A
         plain_dims(call, layout, unnamed=True, literals=True)
         if layout.unreduced:
             rule = "cho_solve of a partial sum is not cho_solve of its parts: psum first."
-            call.fail(rule, fix=call.summed_first(i))
+            call.refuse(rule, fix=call.summed_first(i))
         operand = call.operand(x, i, name=shown[i])
         ones.append(Along(call, operand, tuple(j for j, f in enumerate(operand.factors) if f.bracket)))
     matrix, right = ones
@@ -487,13 +485,13 @@ def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[A
     if matrix.x.ndim > 2:
         other = next(f for f in matrix.operand.factors if not f.bracket)
         rule = f"cho_solve takes one matrix, and l also has the dimension {other.name}."
-        call.fail(rule, at=other.span, advice="for many matrices, jax.vmap", error=LayoutError)
+        call.fail(rule, at=other.span, advice="for many matrices, jax.vmap")
     if len(right.dims) != 1 or (right.factor.name, right.factor.axes) != (rows.name, rows.axes):
         rule = "the brackets of b hold the rows of l, and the same mesh axes divide them."
-        call.fail(rule, advice=f"as in {_SOLVE}", error=LayoutError)
+        call.fail(rule, advice=f"as in {_SOLVE}")
     if right.x.dtype != matrix.x.dtype:
         got = [f"l: {matrix.x.dtype}", f"b: {right.x.dtype}"]
-        call.fail("l and b have one type.", got=got, error=LayoutError)
+        call.fail("l and b have one type.", got=got)
     return matrix, right, rows
 
 

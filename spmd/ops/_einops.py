@@ -62,7 +62,6 @@ def rearrange(x: Any, pattern: str, /, **names: Any) -> jax.Array:
             f"rearrange keeps every dimension, and {gone.name} is on the left only.",
             at=gone.span,
             advice=f"{call.paste(operand.layout, dst, name='reduce')}, where its sum is meant",
-            error=LayoutError,
         )
     _check_new(call, dst, have, known=False)
     _check_axes(call, operand, dst, have)
@@ -110,7 +109,7 @@ def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
     missing = [f for f in operand.factors if f.name not in kept and not _is_one(f)]
     if missing:
         rule = f"repeat keeps every dimension, and {missing[0].name} is on the left only."
-        call.fail(rule, at=missing[0].span, error=LayoutError)
+        call.fail(rule, at=missing[0].span)
     _check_new(call, dst, have, known=True)
     _check_axes(call, operand, dst, have)
     target = _targets(call, operand, dst, have)
@@ -140,18 +139,18 @@ def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
     for layout in (src, dst):
         plain_dims(call, layout, literals=True)
     if src.has_ellipsis and not dst.has_ellipsis:
-        call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.", error=LayoutError)
+        call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.")
     if (src.unreduced, src.reduced) != (dst.unreduced, dst.reduced):
         verb = "psum" if set(src.unreduced) - set(dst.unreduced) else "defer" if dst.reduced else "relayout"
         rule = f"{call.name} keeps the marks, which are those of the left side; that is a {verb}."
         marked = _marked(src, dst)
-        call.fail(rule, fix=call.around(call.first(verb, src, marked), marked, dst))
+        call.refuse(rule, fix=call.around(call.first(verb, src, marked), marked, dst))
     if call.frame.explicit and _closes(dst):  # copies may be blocks of a divided dimension, which only shows here
         x = mark(x, src, call.text, role="operand", frame=call.frame)
     operand = call.operand(x)
     names = [name for name in operand.names if name != "1"]
     if twice := [name for name in names if names.count(name) > 1]:
-        call.fail(f"{twice[0]} stands for two dimensions on the left: name them.", error=LayoutError)
+        call.fail(f"{twice[0]} stands for two dimensions on the left: name them.")
     return operand, factors_by_name(operand)
 
 
@@ -194,7 +193,6 @@ def _check_new(call: Call, dst: Layout, have: Mapping[str, Factor], *, known: bo
                 f"{atom.name} is on the right only, and rearrange makes no new dimensions{hint or '.'}",
                 at=atom.span,
                 advice=f"{verb}",
-                error=LayoutError,
             )
 
 
@@ -214,7 +212,7 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
     one, two = changes[first.name]
     moved = with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()})
     before = call.first(verb, operand.layout, moved)
-    call.fail(
+    call.refuse(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
         f"the right. That is {verb}.",
         at=first.span,
@@ -338,7 +336,7 @@ def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Facto
             if known.axes == factor.axes:
                 continue
             one, two = placed(factor.name, known.axes), placed(factor.name, factor.axes)
-            call.fail(
+            call.refuse(
                 f"a dimension has the same slashes in all operands, and {factor.name} is {one} in operand {at} and "
                 f"{two} in operand {i}.",
                 at=factor.span,
@@ -388,7 +386,7 @@ def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
     }
     if len(set(counts.values())) > 1:
         got = [f"operand {i}: {n} dimension{'s' * (n != 1)} in ..." for i, n in counts.items()]
-        call.fail("... stands for the same dimensions in every operand that has it.", got=got, error=LayoutError)
+        call.fail("... stands for the same dimensions in every operand that has it.", got=got)
 
 
 def owner_of_axes(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict[str, Factor]:
@@ -400,7 +398,7 @@ def owner_of_axes(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -
             if known is factor:
                 continue
             pair = [f"contracted {f.name}" if f.name not in kept else f.name for f in (known, factor)]
-            call.fail(
+            call.refuse(
                 f"axis {axis} divides both {' and '.join(sorted(pair, key=lambda p: ' ' not in p))}: a device "
                 f"would hold products of unequal blocks only.",
                 at=factor.span,
@@ -419,10 +417,10 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
                 rule = (
                     f"the product of two partial sums on {axis} is not a partial sum: psum one of the operands first."
                 )
-                call.fail(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
+                call.refuse(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
             if axis in owners:
                 factor = owners[axis]
-                call.fail(
+                call.refuse(
                     f"operand {i} is a partial sum on {axis}, and {axis} divides {factor.name} in another: each part "
                     f"would meet one block of {factor.name} only.",
                     at=factor.span,
@@ -440,7 +438,7 @@ def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> 
         for name in operand.names:
             if name not in letters:
                 if len(letters) == len(string.ascii_letters):
-                    call.fail(f"einsum takes up to {len(letters)} dimensions in all.", error=LayoutError)
+                    call.fail(f"einsum takes up to {len(letters)} dimensions in all.")
                 letters[name] = string.ascii_letters[len(letters)]
         left.append("".join(map(letters.__getitem__, operand.names)))
     return f"{','.join(left)}->{''.join(map(letters.__getitem__, right))}"

@@ -18,7 +18,6 @@ from spmd._trees.leaves import is_int, not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.collectives import roll_p
-from spmd.errors import CommunicationError, LayoutError
 from spmd.language import Dim, Layout
 from spmd.modes import Frame
 from spmd.ops._gradients import custom_vjp
@@ -166,14 +165,14 @@ def exchange(
     dim = _counted(call, src)
     numbers = call.operand(owner, layout=Layout.from_dims([Dim(dim.atoms)]), name="owner")
     if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
-        call.fail(f"owners are integers, not {numbers.x.dtype}.", error=LayoutError)
+        call.fail(f"owners are integers, not {numbers.x.dtype}.")
     [factor] = numbers.factors
     if fault := not_int("capacity, the number of rows,", capacity, 1):
-        call.fail(fault, advice=f"as in {_EXAMPLE}", error=LayoutError)
+        call.fail(fault, advice=f"as in {_EXAMPLE}")
     job = _Job(call, factor, capacity, _distances(call, hops), ragged)
     if hops is not None and ragged is not None:
         rule = "give hops= or ragged=, not both: rows travel by permutes or by one ragged_all_to_all."
-        call.fail(rule, error=LayoutError)
+        call.fail(rule)
     leaves, tree = jax.tree.flatten(rows)
     calls = [call.fork() for _ in leaves]
     operands = [own.operand(value, name="rows") for own, value in zip(calls, leaves, strict=True)]
@@ -190,9 +189,9 @@ def _counted(call: Call, src: Layout) -> Dim:
     marked = [dim for dim in src.dims if dim.bracket]
     if len(marked) != 1 or len(marked[0].atoms) != 1:
         rule = "exchange moves the rows that one dimension counts: put it in brackets."
-        call.fail(rule, advice=f"as in {_EXAMPLE}", error=LayoutError)
+        call.fail(rule, advice=f"as in {_EXAMPLE}")
     if src.unreduced:
-        call.fail("a row goes to one device, and a partial sum is on several: psum first.", error=CommunicationError)
+        call.refuse("a row goes to one device, and a partial sum is on several: psum first.")
     return marked[0]
 
 
@@ -202,7 +201,7 @@ def _distances(call: Call, hops: Any) -> tuple[int, ...] | None:
     good = isinstance(hops, (tuple, list)) and len(hops) and all(is_int(hop) and hop for hop in hops)
     if not good:
         rule = f"hops are ints other than zero, such as (1, -1), not {hops!r}."
-        call.fail(rule, error=LayoutError)
+        call.fail(rule)
     return tuple(hops)
 
 

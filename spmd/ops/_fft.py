@@ -13,7 +13,7 @@ from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, To, open_call
 from spmd.comm.plans import relayout
-from spmd.errors import LayoutError, not_one_of
+from spmd.errors import not_one_of
 from spmd.modes import inner
 from spmd.ops._fft_job import JOINED, Job, Stage, cut, job_of, joined, renamed_dims, route, transposed
 from spmd.ops._fft_walls import TYPES, Wall, factors, in_two_factors, transformed
@@ -384,7 +384,7 @@ def _wall(call: Call, how: _How) -> Wall | None:
     if call.name not in _SINES:
         return None
     if not_int("type", how.type) or how.type not in TYPES:
-        call.fail(f"type is 1, 2, 3 or 4, not {how.type!r}.", error=LayoutError)
+        call.fail(f"type is 1, 2, 3 or 4, not {how.type!r}.")
     return Wall(_SINES[call.name], how.type, call.name.startswith("fft.i"))
 
 
@@ -394,7 +394,7 @@ def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any])
     call = open_call(who, pattern, names, arrays=(x,), example=example, also=also)
     call.type_copies(how.to)
     if how.norm not in NORMS:
-        call.fail(not_one_of("norm", how.norm, NORMS), error=LayoutError)
+        call.fail(not_one_of("norm", how.norm, NORMS))
     how = how._replace(norm=None if how.norm == "backward" else how.norm)
     wall = _wall(call, how)
     operand = call.operand(x)
@@ -425,7 +425,7 @@ def _nowhere(call: Call, job: Job) -> NoReturn:
         "only dimension of an array stays in place if it is complex and both sides divide it alike."
     )
     got = [f'"{src.short}", of size {job.before[-1]}', call.frame.describe()]
-    call.fail(rule, got=got, advice="gather it first, or give the array another dimension", error=LayoutError)
+    call.fail(rule, got=got, advice="gather it first, or give the array another dimension")
 
 
 def _inexact(call: Call, x: Any) -> Any:
@@ -433,7 +433,7 @@ def _inexact(call: Call, x: Any) -> Any:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if call.name == "fft.rfft":
             fix = call.paste(call.pattern.inputs[0], call.pattern.outputs[0], name="fft.fft")
-            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix=fix, error=LayoutError)
+            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix=fix)
         return x
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
     return x if x.dtype in (jnp.float32, jnp.float64) else x.astype(wide)

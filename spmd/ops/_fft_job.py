@@ -17,7 +17,7 @@ from spmd import _compat
 from spmd.comm._call import Call, Operand
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
-from spmd.errors import Fix, LayoutError, SizeError
+from spmd.errors import Fix, SizeError
 from spmd.language import Atom, Dim, Layout, axes_product
 from spmd.ops._fft_walls import Wall, frequencies
 from spmd.ops._reduce import plain_dims
@@ -265,23 +265,23 @@ def renamed_dims(call: Call) -> tuple[int, ...]:
         plain_dims(call, layout)
         if layout.unreduced or layout.reduced:
             rule = "a Fourier transform is of complete values, without marks."
-            call.fail(rule, advice=f"psum them first, then {call.name}", error=LayoutError)
+            call.fail(rule, advice=f"psum them first, then {call.name}")
     same = len(src.dims) == len(dst.dims)
     if not same or [d.ellipsis for d in src.dims] != [d.ellipsis for d in dst.dims]:
         rule = "the dimensions of both sides match by position, so there are as many, and '...' stands in one place."
-        call.fail(rule, got=[f'"{src.short}": {len(src.dims)}', f'"{dst.short}": {len(dst.dims)}'], error=LayoutError)
+        call.fail(rule, got=[f'"{src.short}": {len(src.dims)}', f'"{dst.short}": {len(dst.dims)}'])
     pairs = list(zip(src.dims, dst.dims, strict=True))
     moved = [i for i, (a, b) in enumerate(pairs) if a.names != b.names]
     for i in moved:
         dim = next((d for d in pairs[i] if len(d.atoms) != 1), None)
         if dim is not None:
-            call.fail("a transformed dimension has one name on each side.", at=dim.span, error=LayoutError)
+            call.fail("a transformed dimension has one name on each side.", at=dim.span)
         if dst.dims[i].atoms[0].name in src.names:
             rule = f"{dst.dims[i].atoms[0].name} is another dimension on the left: transforms keep the order."
-            call.fail(rule, at=dst.dims[i].span, error=LayoutError)
+            call.fail(rule, at=dst.dims[i].span)
     if not moved:
         rule = "the transform is along the dimensions that get another name, and none does."
-        call.fail(rule, fix=call.paste(src, _renaming(src)), error=LayoutError)
+        call.fail(rule, fix=call.paste(src, _renaming(src)))
     _check_order(call, [(src.dims[i], dst.dims[i]) for i in moved])
     return tuple(moved)
 
@@ -309,7 +309,7 @@ def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
     got = [by_position, f"by name: {_arrows(left, by_name)}, and transposed"]
     in_order = call.paste(src, ordered)
     fix = None if in_order is None else Fix("rearrange", (in_order,), f"{ordered.short} -> {dst.short}")
-    call.fail(rule, at=pairs[i][1].span, got=got, fix=fix, error=LayoutError)
+    call.fail(rule, at=pairs[i][1].span, got=got, fix=fix)
 
 
 def _told_apart(names: list[str]) -> list[str]:

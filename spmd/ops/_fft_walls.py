@@ -19,7 +19,7 @@ from spmd import _compat
 from spmd._trees.leaves import not_int
 from spmd.comm._call import Call
 from spmd.comm.collectives import all_to_all
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Atom
 from spmd.modes import scope
 from spmd.ops._einops import rearrange
@@ -269,5 +269,5 @@ def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
     call, dim = one_dimension(who, layout, names)
     plain_dims(call, call.pattern.inputs[0])
     if dim.composite:
-        call.fail(f"{who} asks for a dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
+        call.fail(f"{who} asks for a dimension with one name.", advice=f'as in {who}("kx")')
     return call

@@ -15,7 +15,7 @@ from jax import lax
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.errors import Fix, LayoutError, SizeError, did_you_mean
+from spmd.errors import Fix, SizeError, did_you_mean
 from spmd.language import Dim, Layout
 
 # Our names, each with the mode of `np.pad` that gives the same elements. The odd ones are turned after mirroring.
@@ -105,13 +105,13 @@ class Edge:
         unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
         if self.odd and unsigned:
             rule = f'an edge "{self.kind}" has the opposite sign, and {x.dtype} has no negative numbers.'
-            call.fail(rule, advice="convert the array to signed numbers first", error=LayoutError)
+            call.fail(rule, advice="convert the array to signed numbers first")
         if self.kind != "constant":
             return self
         if not _holds(x.dtype, self.value):
             shown = f"a value of {jnp.result_type(self.value)}" if _is_array(self.value) else repr(self.value)
             rule = f"the edge is a number that the array can hold, and {x.dtype} does not hold {shown}."
-            call.fail(rule, error=LayoutError)
+            call.fail(rule)
         value = self.value
         if isinstance(value, jax.core.Tracer):  # the check proves that it is equal on all devices
             value = call.operand(value, layout=Layout("scalar"), name="the edge").x
@@ -143,13 +143,13 @@ def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[
     if unknown:
         hint = did_you_mean(str(unknown[0]), known)
         rule = f"edge names the dimensions of the pattern, and {unknown[0]!r} is not one of them{hint or '.'}"
-        call.fail(rule, got=[f"dimensions: {', '.join(known) or 'none with a name'}"], error=LayoutError)
+        call.fail(rule, got=[f"dimensions: {', '.join(known) or 'none with a name'}"])
     missing = next((dim for dim in wide if dim.atoms[0].name not in edge), None)
     if missing is not None:
         name = missing.atoms[0].name
         rule = f"edge says for each dimension with margins what lies beyond its ends, and {name} is not in it."
         advice = f'an entry for "{name}" in edge' if missing.atoms[0].named else "give the dimension a name"
-        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], advice=advice, error=LayoutError)
+        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], advice=advice)
     return Edges({name: _ends(call, one, f"edge[{name!r}]") for name, one in edge.items()})
 
 
@@ -160,11 +160,11 @@ def _ends(call: Call, edge: Any, what: str) -> Ends:
         return both, both
     if len(edge) != 2:
         rule = f"{what} is one edge, or a pair for the low and the high end, and this tuple has {len(edge)}."
-        call.fail(rule, advice='as in ("zero", "edge")', error=LayoutError)
+        call.fail(rule, advice='as in ("zero", "edge")')
     low, high = _one(call, edge[0], f"{what}[0]"), _one(call, edge[1], f"{what}[1]")
     if (low.kind == "periodic") != (high.kind == "periodic"):
         rule = f"a dimension is periodic at both ends or at neither, and {what} says it of one."
-        call.fail(rule, error=LayoutError)
+        call.fail(rule)
     return low, high
 
 
@@ -181,7 +181,7 @@ def _one(call: Call, edge: Any, what: str) -> Edge:
         if _is_array(edge):
             got = f"an array of shape {jnp.shape(edge)} and dtype {edge.dtype}"
     rule = f"{what} is one of {', '.join(map(repr, EDGES))}, or a number, not {got}{hint or '.'}"
-    return call.fail(rule, advice=advice, error=LayoutError)
+    return call.fail(rule, advice=advice)
 
 
 def _is_array(value: Any) -> bool:
@@ -319,22 +319,22 @@ def _check_sides(call: Call) -> None:
     bare, wanted = without_margins(src), without_margins(dst)
     if wanted != bare or any(d.bracket for d in (*src.dims, *dst.dims)):
         rule = "halo changes margins and nothing else: both sides have the same dimensions on the same axes."
-        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src), error=LayoutError)
+        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src))
     for given, dim in zip(src.dims, dst.dims, strict=True):
         if any(have > want for have, want in zip(given.margin, dim.margin, strict=True)):
             rule = f"halo makes margins wider, and {dim.short} is narrower than {given.short}."
-            call.fail(rule, at=dim.span, advice="slice the array to cut margins off", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="slice the array to cut margins off")
     if src.unreduced:
         rule = "the margins of a partial sum would be partial sums of the neighbours: psum first."
-        call.fail(rule, fix=call.summed_first())
+        call.refuse(rule, fix=call.summed_first())
     wide = wider_dims(src, dst)
     if not wide:
         rule = "no dimension has a wider margin on the right, so there is nothing to add."
-        call.fail(rule, fix=_with_margin(call, src), error=LayoutError)
+        call.fail(rule, fix=_with_margin(call, src))
     fault = next((d for d in dst.dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
         rule = 'halo takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
-        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)
+        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first")
 
 
 def with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:

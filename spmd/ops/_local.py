@@ -25,7 +25,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import check_array, misfit
 from spmd.comm._marks import mark, rearranged
-from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError
+from spmd.errors import LayoutError, ModeError, SpmdError
 from spmd.language import Dim, Layout
 from spmd.mesh import no_mesh
 from spmd.modes import Frame, current_frame
@@ -193,7 +193,7 @@ def _results(call: Call, out: Any) -> tuple[Any, ...]:
     if not isinstance(found, (tuple, list)) or len(found) != wanted:
         have = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"one {type(found).__name__}"
         rule = f"the function returns one array per layout on the right: {wanted}."
-        call.fail(rule, got=[have], error=LayoutError)
+        call.fail(rule, got=[have])
     return tuple(found)
 
 
@@ -250,11 +250,11 @@ def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> N
     held = {a for x in traced.consts if isinstance(x, jax.Array) for a in _compat.varying_axes(x)}
     if held:
         rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
-        call.fail(rule, advice="pass that value as an argument, with its layout")
+        call.refuse(rule, advice="pass that value as an argument, with its layout")
     named = {a for eqn in equations(traced) for a in axes_of(eqn) if a in call.frame.axis_names}
     if named:
         rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
-        call.fail(rule, advice="spmd.local, which tells the modes what its collectives do", error=CommunicationError)
+        call.refuse(rule, advice="spmd.local, which tells the modes what its collectives do")
 
 
 # --- auto ----------------------------------------------------------------------------------------------------

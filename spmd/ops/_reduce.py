@@ -55,7 +55,7 @@ def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: b
             if (atom.name == "_" and not unnamed) or (atom.size is not None and not literals):
                 what = "an unnamed dimension" if atom.name == "_" else f"the literal size {atom.name}"
                 rule = f"{call.name} follows dimensions by their names, and {what} has none: name it."
-                call.fail(rule, at=atom.span, error=LayoutError)
+                call.fail(rule, at=atom.span)
 
 
 def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
@@ -64,12 +64,11 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
         call.fail(
             f"{{R:{','.join(dst.reduced)}}} is made by defer, not by {call.name}.",
             at=call.mark_span("{R:", last=True),
-            error=LayoutError,
         )
     dots = [name for name in have if name.startswith("...")]
     if dots and not dst.has_ellipsis:
         rule = f"{call.name} keeps the dimensions of '...', since the pattern does not say how they are placed."
-        call.fail(rule, advice="name them, or write ... on the right too", error=LayoutError)
+        call.fail(rule, advice="name them, or write ... on the right too")
     names: list[str] = []
     for dim in dst.dims:
         if dim.ellipsis:
@@ -81,7 +80,7 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
                 known = [name for name in have if not name.startswith(("_", "..."))]
                 hint = did_you_mean(atom.name, known)
                 rule = f"{atom.name} is on the right and not on the left{hint or '.'}"
-                call.fail(rule, at=atom.span, got=[f"on the left: {', '.join(known) or 'no names'}"], error=LayoutError)
+                call.fail(rule, at=atom.span, got=[f"on the left: {', '.join(known) or 'no names'}"])
             names.append(atom.name)
     return names
 
@@ -156,7 +155,7 @@ def _check_step(
 
 
 def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: Fix | None) -> NoReturn:
-    call.fail(rule, at=atom.span, got=_got(call, partial), fix=fix)
+    call.refuse(rule, at=atom.span, got=_got(call, partial), fix=fix)
 
 
 def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
@@ -171,9 +170,9 @@ def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: boo
     for axis in dst.unreduced:
         at = call.mark_span("{U:", last=True)
         if not linear:
-            call.fail("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
+            call.refuse("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
         if axis not in partial:
-            call.fail(
+            call.refuse(
                 f"{{U:{axis}}} on the right, and the result is not a partial sum on {axis}.",
                 at=at,
                 got=_got(call, partial),
@@ -276,7 +275,7 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     call = open_call("reduce", pattern, names, arrays=(x,), example='reduce(x, "b/dp d -> d", "mean")', also=also)
     if not isinstance(op, str) or op not in RUN:
         advice = _SQUARES if op in ("var", "std") else None
-        call.fail(not_one_of("op", op, RUN), advice=advice, error=LayoutError)
+        call.fail(not_one_of("op", op, RUN), advice=advice)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     plain_dims(call, src, unnamed=True, literals=True)
     plain_dims(call, dst, literals=True)
@@ -285,7 +284,7 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     right = right_names(call, dst, have)
     if op not in LINEAR and src.unreduced:
         rule = f"{op} of a partial sum is not {op} of its parts: psum first."
-        call.fail(rule, fix=call.summed_first())
+        call.refuse(rule, fix=call.summed_first())
     landing = land(call, have, _partial(have, right, src.unreduced), right, linear=op in LINEAR)
     _check_kind(call, operand.x, op)
     gone = tuple(i for i, name in enumerate(operand.names) if name not in right)
@@ -316,7 +315,7 @@ def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict
 
 def _check_kind(call: Call, x: Any, op: str) -> None:
     if jnp.issubdtype(x.dtype, jnp.complexfloating) and op in ("max", "min"):
-        call.fail(f"{op} needs numbers that are ordered, and the array is {x.dtype}.", error=LayoutError)
+        call.fail(f"{op} needs numbers that are ordered, and the array is {x.dtype}.")
 
 
 def _copies(call: Call, x: Any, landing: Landing) -> Axes:

@@ -148,7 +148,7 @@ def iota(layout: str, /, dtype: Any = jnp.int32, **names: Any) -> jax.Array:
     [made] = call.pattern.inputs
     at = counted(call, made)
     if any(made.dims[at].margin):
-        call.fail("iota has no meaning for a margin.", at=made.dims[at].span, error=LayoutError)
+        call.fail("iota has no meaning for a margin.", at=made.dims[at].span)
     shape = call.local_shape(made)
     x = jax.lax.broadcast_in_dim(positions(call, made.dims[at], dtype), shape, (at,))
     x = _compat.pvary(x, call.frame.in_mesh_order(made.axis_names)) if call.frame.explicit else x
@@ -160,7 +160,7 @@ def counted(call: Call, made: Layout) -> int:
     found = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
     if len(found) != 1:
         rule = f'{call.name} counts along one dimension: put it in brackets, as in "b/dp [s/cp]".'
-        call.fail(rule, got=[f"{len(made.dims)} dimensions"], error=LayoutError)
+        call.fail(rule, got=[f"{len(made.dims)} dimensions"])
     return found[0]
 
 
@@ -194,7 +194,7 @@ def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
     [made] = call.pattern.inputs
     for dim in made.dims:
         if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
-            call.fail(f"{who} needs to know every size, so every dimension has a name.", at=dim.span, error=LayoutError)
+            call.fail(f"{who} needs to know every size, so every dimension has a name.", at=dim.span)
     return call
 
 
@@ -202,14 +202,14 @@ def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names
     call = open_made(who, layout, names)
     [made] = call.pattern.inputs
     if np.ndim(value) != 0:
-        call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
-    check_array(value, "the value", functools.partial(call.fail, error=LayoutError), dtype)
+        call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.")
+    check_array(value, "the value", call.fail, dtype)
     if to not in (None, "varying"):
-        call.fail(f'to is "varying" or absent, not {to!r}.', error=LayoutError)
+        call.fail(f'to is "varying" or absent, not {to!r}.')
     if made.unreduced and not (isinstance(value, (int, float)) and value == 0):
         n = call.frame.axis_size(made.unreduced)
         rule = f"a partial sum starts from zeros: {n} equal parts would add up to {n} times the value."
-        call.fail(rule, at=call.mark_span("{"), advice=f'as in zeros("{made.short}")')
+        call.refuse(rule, at=call.mark_span("{"), advice=f'as in zeros("{made.short}")')
     x = jnp.full(call.local_shape(made), value, dtype)
     if call.frame.explicit:
         axes = call.frame.axis_names if to == "varying" else call.frame.in_mesh_order(made.axis_names)
@@ -267,7 +267,6 @@ def size(*args: Any, **names: Any) -> int:
             call.fail(
                 "size asks for one dimension of the array: put it in brackets.",
                 advice='as in size(x, "... [d]")',
-                error=LayoutError,
             )
         return math.prod(factor.size for factor in factors)
     call, dim = one_dimension("size", args[0], names)
@@ -340,7 +339,7 @@ def offset(layout: str, /, **names: Any) -> jax.Array | int:
     fault = next((atom for atom in rest if atom.axes), None)
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
-        call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")', error=LayoutError)
+        call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")')
     here = math.prod(call.factor(atom).local for atom in dim.atoms)
     if not call.frame.explicit or not first.axes:
         return 0
@@ -437,14 +436,14 @@ def one_dimension(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call
     [asked] = call.pattern.inputs
     if len(asked.dims) != 1 or asked.unreduced or asked.reduced:
         advice = f'as in {who}("{next(iter(asked.names), "b")}")'
-        call.fail(f"{who} asks for one dimension.", advice=advice, error=LayoutError)
+        call.fail(f"{who} asks for one dimension.", advice=advice)
     [dim] = asked.dims
     if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
-        call.fail("a dimension without a name has no size of its own.", at=dim.span, error=LayoutError)
+        call.fail("a dimension without a name has no size of its own.", at=dim.span)
     if any(dim.margin):
         plain = asked.from_dims([Dim(dim.atoms, composite=dim.composite)]).short
         rule = f"{who} counts the dimension itself, without the copies in its margins."
-        call.fail(rule, at=dim.span, fix=f'spmd.{who}("{plain}")', error=LayoutError)
+        call.fail(rule, at=dim.span, fix=f'spmd.{who}("{plain}")')
     return call, dim
 
 
@@ -488,13 +487,13 @@ def linspace(
     call = open_made("linspace", layout, names)
     [made] = call.pattern.inputs
     for what, value in (("start", start), ("stop", stop)):
-        check_array(value, what, functools.partial(call.fail, error=LayoutError))
+        check_array(value, what, call.fail)
         if np.ndim(value) != 0:
-            call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
+            call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.")
     dtype = _dtype_between(start, stop) if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         advice = 'iota("x/a") counts in integers'
-        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", advice=advice, error=LayoutError)
+        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", advice=advice)
     along = made.dims[counted(call, made)]
     steps = math.prod(call.factor(atom).size for atom in along.atoms) - endpoint
     wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
@@ -582,19 +581,19 @@ def _check_sides(call: Call, grid: Layout) -> None:
         single = all(len(dim.atoms) == 1 and not dim.ellipsis for dim in layout.dims)
         if not single or layout.unreduced or layout.reduced or (layout is not grid and len(layout.dims) != 1):
             rule = "each array has one dimension with one name, and the grid has all of them."
-            call.fail(rule, advice=f"as in {_EXAMPLE}", error=LayoutError)
+            call.fail(rule, advice=f"as in {_EXAMPLE}")
         if layout is not grid:
             axes[layout.dims[0].atoms[0].name] = layout.dims[0].axes
     wanted = [dim.atoms[0].name for dim in grid.dims]
     if sorted(wanted) != sorted(axes) or len(axes) != len(call.pattern.inputs):
         rule = "the grid has the dimensions of the arrays, each once."
-        call.fail(rule, got=[f"left: {', '.join(axes)}", f"right: {', '.join(wanted)}"], error=LayoutError)
+        call.fail(rule, got=[f"left: {', '.join(axes)}", f"right: {', '.join(wanted)}"])
     for dim in grid.dims:
         [name] = dim.names
         if dim.axes != axes[name]:
             one, two = placed(name, axes[name]), placed(name, dim.axes)
             rule = f"meshgrid moves nothing: {one} on the left is {two} on the right."
-            call.fail(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
+            call.refuse(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
 
 
 def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
@@ -602,10 +601,10 @@ def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
     call = open_made("from_function", layout, names)
     [made] = call.pattern.inputs
     if made.unreduced or made.reduced:
-        call.fail("from_function makes complete values, without marks.", error=LayoutError)
+        call.fail("from_function makes complete values, without marks.")
     if not callable(fn):
         rule = f"fn is a function of positions, not {kind_of(fn)}."
-        call.fail(rule, advice='as in from_function(lambda i, j: i + j, "x/a y")', error=LayoutError)
+        call.fail(rule, advice='as in from_function(lambda i, j: i + j, "x/a y")')
     shape = call.local_shape(made)
     places = [
         lax.expand_dims(positions(call, dim, index_dtype(call, dim)), [k for k in range(len(shape)) if k != i])
@@ -615,10 +614,10 @@ def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
         inspect.signature(fn).bind(*places)
     except TypeError:
         rule = f"fn takes one array of positions for each dimension, {len(places)} here."
-        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], advice='lambda i, j: ... for "x/a y"', error=LayoutError)
+        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], advice='lambda i, j: ... for "x/a y"')
     except ValueError:  # a builtin has no signature
         pass
-    out = as_array(fn(*places), "what fn gives", functools.partial(call.fail, error=LayoutError))
+    out = as_array(fn(*places), "what fn gives", call.fail)
     try:
         whole = jnp.broadcast_to(out, shape)
     except ValueError:

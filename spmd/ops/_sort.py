@@ -14,7 +14,7 @@ from jax import lax
 from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Atom, Dim, Layout
 from spmd.ops._along import Along, along
 
@@ -357,7 +357,7 @@ def _result_layout(layout: Layout) -> Layout:
 
 def _check(call: Call, k: Any, factor: Factor) -> None:
     if fault := not_int("k, the number of elements,", k):
-        call.fail(fault, error=LayoutError)
+        call.fail(fault)
     if not 1 <= k <= factor.size:
         rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."
         call.fail(rule, at=factor.span, got=[call.frame.describe()], error=SizeError)

@@ -198,11 +198,11 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
     src = operand.layout
     if any(len(src.dims[i].atoms) > 1 for i in marked) or weights.ndim != len(marked) or not weights.size:
         rule = "the weights have a size of at least 1 for each dimension in brackets, and each of those has one name."
-        call.fail(rule, got=[f"weights: shape {weights.shape}", f'"{src.short}"'], error=LayoutError)
+        call.fail(rule, got=[f"weights: shape {weights.shape}", f'"{src.short}"'])
     if weights.dtype != operand.x.dtype:
         rule = "the weights are numbers of the array's dtype."
         got = [f"weights: {weights.dtype}", f"x: {operand.x.dtype}"]
-        call.fail(rule, got=got, fix="weights.astype(x.dtype)", error=LayoutError)
+        call.fail(rule, got=got, fix="weights.astype(x.dtype)")
 
 
 def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T
         own = call.fork()
         operand = own.operand(value, margins=True)
         if operand.x.dtype == jnp.bool_:
-            own.fail("a deposit adds numbers, and the array holds booleans.", error=LayoutError)
+            own.fail("a deposit adds numbers, and the array holds booleans.")
         margins = margins_of(own, operand, narrow, wide, edges)
         with call.scope():
             return own.result(_narrowed(operand.x, margins))
@@ -345,7 +345,7 @@ def _check_edges(call: Call, edges: Edges) -> None:
     ends = [*edges.named.values(), *([edges.others] if edges.others else [])]
     if any(end.kind == "constant" for pair in ends for end in pair):
         rule = "deposit cannot add to a fixed number beyond the ends of the grid."
-        call.fail(rule, advice='edge="zero" drops what lies there', error=LayoutError)
+        call.fail(rule, advice='edge="zero" drops what lies there')
 
 
 def _check_sides(call: Call) -> None:
@@ -354,19 +354,19 @@ def _check_sides(call: Call) -> None:
     if wanted != bare or any(d.bracket for d in (*wide.dims, *narrow.dims)):
         rule = "deposit changes margins and nothing else: both sides have the same dimensions on the same axes."
         fix = call.paste(wide, bare) if any(any(d.margin) for d in wide.dims) else None
-        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=fix, error=LayoutError)
+        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=fix)
     for given, dim in zip(wide.dims, narrow.dims, strict=True):
         if any(have < want for have, want in zip(given.margin, dim.margin, strict=True)):
             rule = f"deposit makes margins narrower, and {dim.short} is wider than {given.short}."
-            call.fail(rule, at=dim.span, advice="stencil.halo makes them wider", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="stencil.halo makes them wider")
     if wide.unreduced:
         rule = "the margins of a partial sum hold terms of other sums: psum first."
-        call.fail(rule, fix=call.summed_first())
+        call.refuse(rule, fix=call.summed_first())
     if wide == narrow:
         rule = "no dimension has a narrower margin on the right, so there is nothing to add."
         advice = 'margins on the left, as in "1+x/a+1 -> x/a"'
-        call.fail(rule, advice=advice, error=LayoutError)
+        call.fail(rule, advice=advice)
     fault = next((d for d in wide.dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
         rule = 'deposit takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
-        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)
+        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first")

@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Layout
 from spmd.ops._reduce import plain_dims
 
@@ -75,17 +75,17 @@ def system(
     [lies] = call.pattern.inputs
     plain_dims(call, lies, unnamed=True, literals=True)
     if lies.unreduced:
-        call.fail("the right side is complete: the steps divide by its length.", fix=call.summed_first())
+        call.refuse("the right side is complete: the steps divide by its length.", fix=call.summed_first())
     leaves = jax.tree.leaves(b)
     if not leaves:
-        call.fail("b has at least one array.", got=[f"b: {b!r}"], error=LayoutError)
+        call.fail("b has at least one array.", got=[f"b: {b!r}"])
     calls = tuple(call.fork() for _ in leaves)
     operands = [own.operand(leaf) for own, leaf in zip(calls, leaves, strict=True)]
     kinds = sorted({str(operand.x.dtype) for operand in operands})
     if fault := next((kind for kind in kinds if not jnp.issubdtype(kind, jnp.inexact)), None):
-        call.fail(f"{name} solves for real or complex numbers, and b is of {fault}.", error=LayoutError)
+        call.fail(f"{name} solves for real or complex numbers, and b is of {fault}.")
     if len(kinds) > 1:
-        call.fail("b is one vector: all its arrays have one type.", got=[", ".join(kinds)], error=LayoutError)
+        call.fail("b is one vector: all its arrays have one type.", got=[", ".join(kinds)])
     axes = tuple(axis for factor in operands[0].factors for axis in factor.axes) if call.frame.explicit else ()
     size = sum(math.prod(factor.size for factor in operand.factors) for operand in operands)
     b = _typed(call, {"apply(b)": apply, "precondition(b)": precondition}, jax.tree.map(jnp.asarray, b), x0)
@@ -120,7 +120,7 @@ def _typed(call: Call, functions: Mapping[str, Apply | None], b: Any, x0: Any) -
     for name, y in (made if x0 is None else made | {"x0": x0}).items():
         if jax.tree.structure(y) != jax.tree.structure(b):
             got = [f"{name}: {jax.tree.structure(y)}", f"b: {jax.tree.structure(b)}"]
-            call.fail(f"{name} has the structure of b.", got=got, error=LayoutError)
+            call.fail(f"{name} has the structure of b.", got=got)
         for own, like in zip(jax.tree.leaves(y), jax.tree.leaves(b), strict=True):
             if (jnp.shape(own), jnp.result_type(own)) != (like.shape, like.dtype):
                 got = [f"{name}: {jnp.result_type(own)}{list(jnp.shape(own))}", f"b: {like.dtype}{list(like.shape)}"]
