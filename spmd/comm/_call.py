@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, get_args
 
@@ -226,6 +226,25 @@ class Call:
         other.sizes = dict(self.sizes)
         return other
 
+    def each(
+        self,
+        x: Any,
+        compute: Callable[[Call, Operand], Any],
+        layout: Layout | None = None,
+        *,
+        margins: bool = False,
+    ) -> Any:
+        """The result of this call for each leaf of a pytree: what `compute` makes of it, in the call's scope."""
+
+        def leaf(value: Any) -> Any:
+            own = self.fork()
+            operand = own.operand(value, margins=margins)
+            with self.scope():
+                out = compute(own, operand)
+            return own.result(out, layout)
+
+        return jax.tree.map(leaf, x)
+
     # --- errors -------------------------------------------------------------------------------------------
 
     @property
@@ -286,6 +305,11 @@ class Call:
         right = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
         first = self.first("psum", marked, whole, index=index)
         return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
+
+    def complete(self, rule: str, index: int = 0) -> None:
+        """Refuse an operand that is a partial sum, and say which psum comes first."""
+        if self.pattern.inputs[index].unreduced:
+            self.refuse(rule, fix=self.summed_first(index))
 
     @if_possible
     def with_slashes(self, pattern: Pattern | None = None) -> Fix | None:

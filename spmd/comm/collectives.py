@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-import jax
 import jax.numpy as jnp
 
 import spmd.comm._lax as _lax
@@ -177,17 +176,11 @@ def _verb(
         call.type_copies(to)
     moves = _check_pair(call, name)
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value, margins=True)
+    def leaf(own: Call, operand: Operand) -> Any:
         changes = _changes(own, operand)
-        if not moves or not call.frame.explicit:
-            return own.result(operand.x)
-        with call.scope():
-            out = move(own, operand.x, changes)
-        return own.result(out)
+        return move(own, operand.x, changes) if moves and call.frame.explicit else operand.x
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, margins=True)
 
 
 # --- the verbs ----------------------------------------------------------------------------------------------
@@ -554,32 +547,24 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
     axes = marked[0].axes
     blocks = call.frame.axis_size(axes) if axes else 1
     perm = pairs(blocks)
-    plain = layout.without_brackets()
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value)
-        i = next(i for i, f in enumerate(operand.factors) if f.bracket)
+    def leaf(_: Call, operand: Operand) -> Any:
         if all(a == b for a, b in perm) and len(perm) == blocks:
-            out = operand.x
-        elif not perm:
-            out = jnp.zeros_like(operand.x)
-        elif call.frame.explicit:
-            with call.scope():
-                out = _lax.ppermute(operand.x, axes, dict(call.frame.sizes), perm) if axes else operand.x
-        else:
-            with call.scope():
-                out = _global(operand, i, blocks, perm)
-        return own.result(out, plain)
+            return operand.x
+        if not perm:
+            return jnp.zeros_like(operand.x)
+        if not call.frame.explicit:
+            return _global(operand, blocks, perm)
+        return _lax.ppermute(operand.x, axes, call.mesh, perm) if axes else operand.x
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, layout.without_brackets())
 
 
-def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) -> Any:
+def _global(operand: Operand, blocks: int, perm: list[tuple[int, int]]) -> Any:
     """The permutation on a whole array. A roll is a primitive of its own, because compilers turn a roll into one
     permute, and the transpose that JAX would derive for it into two."""
     x = operand.x
-    shape = x.shape
+    shape, i = x.shape, next(i for i, f in enumerate(operand.factors) if f.bracket)
     cut = x.reshape(*shape[:i], blocks, shape[i] // blocks, *shape[i + 1 :])
     by = (perm[0][1] - perm[0][0]) % blocks
     source = {j: k for k, j in perm}

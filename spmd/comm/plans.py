@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Never, NoReturn, TypeVar, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -473,16 +472,9 @@ def relayout(
     check_sides(call)
     call.type_copies(to)
     profile = check_prefer(call.text, prefer, hardware)
-    explicit = call.frame.explicit
-
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value)
-        with call.scope():
-            out = _planned(own, operand, dst, prefer, profile) if explicit else _constrained(own, operand, src, dst)
-        return own.result(out)
-
-    return jax.tree.map(leaf, x)
+    if call.frame.explicit:
+        return call.each(x, lambda own, operand: _planned(own, operand, dst, prefer, profile))
+    return call.each(x, lambda own, operand: _constrained(own, operand, src, dst))
 
 
 def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[Axes], list[Axes]]:

@@ -145,9 +145,8 @@ def along(
     call = open_call(name, pattern, names, arrays=(x,), arrow=arrow, example=example)
     [src] = call.pattern.inputs
     plain_dims(call, src, unnamed=True, literals=True)
-    if src.unreduced and not linear:
-        rule = f"{name} of a partial sum is not {name} of its parts: psum first."
-        call.refuse(rule, fix=call.summed_first())
+    if not linear:
+        call.complete(f"{name} of a partial sum is not {name} of its parts: psum first.")
     operand = call.operand(x)
     dims = tuple(i for i, factor in enumerate(operand.factors) if factor.bracket)
     if not dims or (most is not None and len(dims) > most):

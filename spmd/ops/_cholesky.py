@@ -475,9 +475,7 @@ def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[A
     ones: list[Along] = []
     for i, (x, layout) in enumerate(zip((lower, b), call.pattern.inputs, strict=True)):
         plain_dims(call, layout, unnamed=True, literals=True)
-        if layout.unreduced:
-            rule = "cho_solve of a partial sum is not cho_solve of its parts: psum first."
-            call.refuse(rule, fix=call.summed_first(i))
+        call.complete("cho_solve of a partial sum is not cho_solve of its parts: psum first.", i)
         operand = call.operand(x, i, name=shown[i])
         ones.append(Along(call, operand, tuple(j for j, f in enumerate(operand.factors) if f.bracket)))
     matrix, right = ones

@@ -272,22 +272,19 @@ def halo(x: T, pattern: str, /, *, edge: Any = "periodic", corners: bool = True,
     example = 'stencil.halo(x, "b/dp d -> 1+b/dp+1 d")'
     also = {} if isinstance(edge, str) and edge == "periodic" and corners else None
     call = open_call("stencil.halo", pattern, names, arrays=(x,), example=example, also=also)
-    _check_sides(call)
+    check_sides(call)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     edges = read_edges(call, edge, (src,), wider_dims(src, dst))
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value, margins=True)
+    def leaf(own: Call, operand: Operand) -> Any:
         margins = margins_of(own, operand, src, dst, edges)
-        with call.scope():
-            # without a NaN nothing would show that a corner was read, so the corners are filled
-            if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
-                return own.result(_framed(operand.x, margins, corners=False))
-            framed = all(one.sent for one in margins)
-            return own.result(_framed(operand.x, margins, corners=True) if framed else widened(operand.x, margins))
+        # without a NaN nothing would show that a corner was read, so the corners are filled
+        if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
+            return _framed(operand.x, margins, corners=False)
+        framed = all(one.sent for one in margins)
+        return _framed(operand.x, margins, corners=True) if framed else widened(operand.x, margins)
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, margins=True)
 
 
 def margins_of(call: Call, operand: Operand, src: Layout, dst: Layout, edges: Edges) -> list[Margins]:
@@ -314,26 +311,30 @@ def wider_dims(src: Layout, dst: Layout) -> list[Dim]:
     return [b for a, b in zip(src.dims, dst.dims, strict=True) if a.margin != b.margin]
 
 
-def _check_sides(call: Call) -> None:
+def check_sides(call: Call) -> None:
+    """Check that both sides of a halo, or of a deposit, which is the way back, differ in margins that it can change."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    grows = call.name == "stencil.halo"
+    who, more, less = ("halo", "wider", "narrower") if grows else ("deposit", "narrower", "wider")
     bare, wanted = without_margins(src), without_margins(dst)
     if wanted != bare or any(d.bracket for d in (*src.dims, *dst.dims)):
-        rule = "halo changes margins and nothing else: both sides have the same dimensions on the same axes."
-        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src))
+        rule = f"{who} changes margins and nothing else: both sides have the same dimensions on the same axes."
+        cut = call.paste(src, bare) if any(any(d.margin) for d in src.dims) else None
+        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src) if grows else cut)
     for given, dim in zip(src.dims, dst.dims, strict=True):
-        if any(have > want for have, want in zip(given.margin, dim.margin, strict=True)):
-            rule = f"halo makes margins wider, and {dim.short} is narrower than {given.short}."
-            call.fail(rule, at=dim.span, advice="slice the array to cut margins off")
-    if src.unreduced:
-        rule = "the margins of a partial sum would be partial sums of the neighbours: psum first."
-        call.refuse(rule, fix=call.summed_first())
-    wide = wider_dims(src, dst)
-    if not wide:
-        rule = "no dimension has a wider margin on the right, so there is nothing to add."
-        call.fail(rule, fix=_with_margin(call, src))
-    fault = next((d for d in dst.dims if any(d.margin) and len(d.atoms) != 1), None)
+        if any(have > want if grows else have < want for have, want in zip(given.margin, dim.margin, strict=True)):
+            rule = f"{who} makes margins {more}, and {dim.short} is {less} than {given.short}."
+            advice = "slice the array to cut margins off" if grows else "stencil.halo makes them wider"
+            call.fail(rule, at=dim.span, advice=advice)
+    held = "would be partial sums of the neighbours" if grows else "hold terms of other sums"
+    call.complete(f"the margins of a partial sum {held}: psum first.")
+    if src == dst:
+        rule = f"no dimension has a {more} margin on the right, so there is nothing to add."
+        advice = None if grows else 'margins on the left, as in "1+x/a+1 -> x/a"'
+        call.fail(rule, fix=_with_margin(call, src) if grows else None, advice=advice)
+    fault = next((d for d in (dst if grows else src).dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
-        rule = 'halo takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
+        rule = f'{who} takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
         call.fail(rule, at=fault.span, advice="rearrange it into one dimension first")
 
 

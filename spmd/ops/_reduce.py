@@ -282,9 +282,8 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     operand = call.operand(x)
     have = factors_by_name(operand)
     right = right_names(call, dst, have)
-    if op not in LINEAR and src.unreduced:
-        rule = f"{op} of a partial sum is not {op} of its parts: psum first."
-        call.refuse(rule, fix=call.summed_first())
+    if op not in LINEAR:
+        call.complete(f"{op} of a partial sum is not {op} of its parts: psum first.")
     landing = land(call, have, _partial(have, right, src.unreduced), right, linear=op in LINEAR)
     _check_kind(call, operand.x, op)
     gone = tuple(i for i, name in enumerate(operand.names) if name not in right)

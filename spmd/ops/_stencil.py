@@ -15,11 +15,12 @@ from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._marks import constrain
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout
-from spmd.modes import inner
+from spmd.modes import Frame, inner
 from spmd.ops._along import along
 from spmd.ops._halo import (
     Edges,
     Margins,
+    check_sides,
     halo,
     margins_of,
     read_edges,
@@ -300,40 +301,35 @@ def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T
     example = 'stencil.deposit(x, "1+b/dp+1 d -> b/dp d")'
     also = {} if isinstance(edge, str) and edge == "periodic" else None
     call = open_call("stencil.deposit", pattern, names, arrays=(x,), example=example, also=also)
-    _check_sides(call)
+    check_sides(call)
     [wide], [narrow] = call.pattern.inputs, call.pattern.outputs
     edges = read_edges(call, edge, (wide,), wider_dims(narrow, wide))
     _check_edges(call, edges)
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value, margins=True)
+    def leaf(own: Call, operand: Operand) -> Any:
         if operand.x.dtype == jnp.bool_:
             own.fail("a deposit adds numbers, and the array holds booleans.")
-        margins = margins_of(own, operand, narrow, wide, edges)
-        with call.scope():
-            return own.result(_narrowed(operand.x, margins))
+        return _narrowed(call.frame, operand.x, margins_of(own, operand, narrow, wide, edges))
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, margins=True)
 
 
-def _narrowed(x: Any, margins: list[Margins]) -> Any:
+def _narrowed(frame: Frame, x: Any, margins: list[Margins]) -> Any:
     """The transpose of `widened`, at an array of its result's shape."""
-    if margins and margins[0].call.frame.explicit:  # typed as what a permute gives, so that nothing is summed
-        x = _compat.pvary(x, margins[0].call.frame.in_mesh_order({axis for one in margins for axis in one.axes}))
+    if frame.explicit:  # typed as what a permute gives, so that nothing is summed
+        x = _compat.pvary(x, frame.in_mesh_order({axis for one in margins for axis in one.axes}))
     narrow = x
     for one in margins:
         low, high = one.wider
         narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
-    return jax.linear_transpose(lambda y: widened(_gathered(y, margins), margins), narrow)(x)[0]
+    return jax.linear_transpose(lambda y: widened(_gathered(frame, y, margins), margins), narrow)(x)[0]
 
 
-def _gathered(x: Any, margins: list[Margins]) -> Any:
+def _gathered(frame: Frame, x: Any, margins: list[Margins]) -> Any:
     """In auto mode each dimension whole whose margin is as wide as a block. XLA's partitioner fails at the gradient of
     some of these, and a device needs all of another block there."""
-    if not margins or margins[0].call.frame.mode != "auto":
+    if frame.mode != "auto":
         return x
-    frame = margins[0].call.frame
     small = {m.dim for m in margins if m.axes and max(m.want) * frame.axis_size(m.axes) >= m.size}
     if not small:
         return x
@@ -346,27 +342,3 @@ def _check_edges(call: Call, edges: Edges) -> None:
     if any(end.kind == "constant" for pair in ends for end in pair):
         rule = "deposit cannot add to a fixed number beyond the ends of the grid."
         call.fail(rule, advice='edge="zero" drops what lies there')
-
-
-def _check_sides(call: Call) -> None:
-    [wide], [narrow] = call.pattern.inputs, call.pattern.outputs
-    bare, wanted = without_margins(wide), without_margins(narrow)
-    if wanted != bare or any(d.bracket for d in (*wide.dims, *narrow.dims)):
-        rule = "deposit changes margins and nothing else: both sides have the same dimensions on the same axes."
-        fix = call.paste(wide, bare) if any(any(d.margin) for d in wide.dims) else None
-        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=fix)
-    for given, dim in zip(wide.dims, narrow.dims, strict=True):
-        if any(have < want for have, want in zip(given.margin, dim.margin, strict=True)):
-            rule = f"deposit makes margins narrower, and {dim.short} is wider than {given.short}."
-            call.fail(rule, at=dim.span, advice="stencil.halo makes them wider")
-    if wide.unreduced:
-        rule = "the margins of a partial sum hold terms of other sums: psum first."
-        call.refuse(rule, fix=call.summed_first())
-    if wide == narrow:
-        rule = "no dimension has a narrower margin on the right, so there is nothing to add."
-        advice = 'margins on the left, as in "1+x/a+1 -> x/a"'
-        call.fail(rule, advice=advice)
-    fault = next((d for d in wide.dims if any(d.margin) and len(d.atoms) != 1), None)
-    if fault is not None:
-        rule = 'deposit takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
-        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first")
