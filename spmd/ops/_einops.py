@@ -52,20 +52,7 @@ def rearrange(x: Any, pattern: str, /, **names: Any) -> jax.Array:
       >>> heads(jnp.zeros((5, 12))).shape
       (4, 5, 3)
     """
-    call = open_call("rearrange", pattern, names, arrays=(x,), example='rearrange(x, "b/dp d -> d b/dp")', also={})
-    operand, have = _open(call, x)
-    dst = call.pattern.outputs[0]
-    missing = [f for f in operand.factors if f.name not in _names(dst, have) and not _is_one(f)]
-    if missing:
-        gone = missing[0]
-        call.fail(
-            f"rearrange keeps every dimension, and {gone.name} is on the left only.",
-            at=gone.span,
-            advice=f"{call.paste(operand.layout, dst, name='reduce')}, where its sum is meant",
-        )
-    _check_new(call, dst, have, known=False)
-    _check_axes(call, operand, dst, have)
-    return call.result(rearranged(operand.x, _axes(operand), _dims(dst, have)))
+    return _moved("rearrange", x, pattern, names, 'rearrange(x, "b/dp d -> d b/dp")')
 
 
 def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
@@ -102,31 +89,28 @@ def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
        [0 1 2]
        [0 1 2]]
     """
-    call = open_call("repeat", pattern, names, arrays=(x,), example='repeat(x, "b/dp d -> b/dp d e", e=2)', also={})
+    return _moved("repeat", x, pattern, names, 'repeat(x, "b/dp d -> b/dp d e", e=2)')
+
+
+# --- what both do -------------------------------------------------------------------------------------------
+
+
+def _moved(who: str, x: Any, pattern: str, names: dict[str, Any], example: str) -> jax.Array:
+    """The array with its factors where the right side has them, repeated along those that it does not have."""
+    call = open_call(who, pattern, names, arrays=(x,), example=example, also={})
+    [dst] = call.pattern.outputs
     operand, have = _open(call, x)
-    dst = call.pattern.outputs[0]
-    kept = _names(dst, have)
-    missing = [f for f in operand.factors if f.name not in kept and not _is_one(f)]
-    if missing:
-        rule = f"repeat keeps every dimension, and {missing[0].name} is on the left only."
-        call.fail(rule, at=missing[0].span)
-    _check_new(call, dst, have, known=True)
+    _check_names(call, operand, dst, have)
     _check_axes(call, operand, dst, have)
     target = _targets(call, operand, dst, have)
-    local = rearranged(operand.x, _axes(operand), [[f.name] if f.name in kept else [] for f in target])
+    named = lambda factors: [[f.name] if f.name in have and f.name != "1" else [] for f in factors]
+    local = rearranged(operand.x, named(operand.factors), named(target))
     out = jnp.broadcast_to(local, tuple(f.local for f in target))
-    new = [axis for f in target if f.name not in kept for axis in f.axes]
+    new = [axis for f in target if f.name not in have for axis in f.axes]
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
     # The blocks of a divided new dimension are equal. In a composite one nothing shows that they are copies.
     return call.result(out, role="result" if not new else "created" if _closes(dst) else "copies")
-
-
-# --- what both check ----------------------------------------------------------------------------------------
-
-
-def _is_one(factor: Factor) -> bool:
-    return factor.name == "1"
 
 
 def _closes(layout: Layout) -> bool:
@@ -136,14 +120,13 @@ def _closes(layout: Layout) -> bool:
 
 def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    for layout in (src, dst):
-        plain_dims(call, layout, literals=True)
+    plain_dims(call, src, dst, literals=True)
     if src.has_ellipsis and not dst.has_ellipsis:
         call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.")
     if (src.unreduced, src.reduced) != (dst.unreduced, dst.reduced):
         verb = "psum" if set(src.unreduced) - set(dst.unreduced) else "defer" if dst.reduced else "relayout"
         rule = f"{call.name} keeps the marks, which are those of the left side; that is a {verb}."
-        marked = _marked(src, dst)
+        marked = Layout.from_dims(src.dims, unreduced=dst.unreduced, reduced=dst.reduced)
         call.refuse(rule, fix=call.around(call.first(verb, src, marked), marked, dst))
     if call.frame.explicit and _closes(dst):  # copies may be blocks of a divided dimension, which only shows here
         x = mark(x, src, call.text, role="operand", frame=call.frame)
@@ -154,46 +137,21 @@ def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
     return operand, factors_by_name(operand)
 
 
-def _marked(src: Layout, dst: Layout) -> Layout:
-    return Layout.from_dims(src.dims, unreduced=dst.unreduced, reduced=dst.reduced)
-
-
-def _names(dst: Layout, have: Mapping[str, Factor]) -> list[str]:
-    """The factors of the right side that the left side has, in order."""
-    dots = [name for name in have if name.startswith("...")]
-    names: list[str] = []
-    for dim in dst.dims:
-        names += dots if dim.ellipsis else [n for n in dim.names if n in have and n != "1"]
-    return names
-
-
-def _axes(operand: Operand) -> list[list[str]]:
-    """Return what each axis of an operand is, for `rearranged`."""
-    return [[] if _is_one(factor) else [factor.name] for factor in operand.factors]
-
-
-def _dims(dst: Layout, have: Mapping[str, Factor]) -> list[list[str]]:
-    """Return what each dimension of the right side is composed of."""
-    dims: list[list[str]] = []
-    for dim in dst.dims:
-        dots = [[name] for name in have if name.startswith("...")]
-        dims += dots if dim.ellipsis else [[n for n in dim.names if n != "1"]]
-    return dims
-
-
-def _check_new(call: Call, dst: Layout, have: Mapping[str, Factor], *, known: bool) -> None:
-    """Names on the right that the left side does not have: none in rearrange, of known size in repeat."""
-    for atom in dst.atoms:
-        if atom.name in have or atom.name == "1":
-            continue
-        if not known:
-            verb = "repeat makes new dimensions" if atom.named else f"repeat makes a dimension of {atom.name}"
-            hint = did_you_mean(atom.name, [n for n in have if not n.startswith("...")])
-            call.fail(
-                f"{atom.name} is on the right only, and rearrange makes no new dimensions{hint or '.'}",
-                at=atom.span,
-                advice=f"{verb}",
-            )
+def _check_names(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> None:
+    """All names of the left side are on the right, and in `rearrange` no others."""
+    right = {"1", *(atom.name for atom in dst.atoms)}
+    if gone := [f for f in operand.factors if f.name not in right and not f.name.startswith("...")]:
+        sums = call.paste(operand.layout, dst, name="reduce")
+        rule = f"{call.name} keeps every dimension, and {gone[0].name} is on the left only."
+        advice = f"{sums}, where its sum is meant" if call.name == "rearrange" else None
+        call.fail(rule, at=gone[0].span, advice=advice)
+    new = [atom for atom in dst.atoms if atom.name not in have and atom.name != "1"]
+    if new and call.name == "rearrange":
+        name = new[0].name
+        hint = did_you_mean(name, [n for n in have if not n.startswith("...")])
+        rule = f"{name} is on the right only, and rearrange makes no new dimensions{hint or '.'}"
+        advice = "repeat makes new dimensions" if new[0].named else f"repeat makes a dimension of {name}"
+        call.fail(rule, at=new[0].span, advice=advice)
 
 
 def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> None:
@@ -232,9 +190,7 @@ def _targets(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Facto
     return target
 
 
-# --- einsum ------------------------------------------------------------------------------------------------------
-
-# `einsum`: products and sums. The string says what becomes of the partial sums.
+# --- `einsum`: products and sums. The string says what becomes of the partial sums -----------------------------------
 
 
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> jax.Array:
@@ -292,12 +248,8 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
         also={} if preferred_element_type is None and precision is None else None,
     )
     dst = call.pattern.outputs[0]
-    dots = False
-    for layout in (*call.pattern.inputs, dst):
-        plain_dims(call, layout)
-        dots = dots or layout.has_ellipsis
-    if dots:
-        _check_dots(call, arrays)
+    plain_dims(call, *call.pattern.layouts)
+    _check_dots(call, arrays)
     opened = [call.operand(x, i) for i, x in enumerate(arrays)]
     have = factors_that_agree(call, opened)
     owners = owner_of_axes(call, have, dst.names)

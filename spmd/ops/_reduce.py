@@ -47,11 +47,11 @@ def placed(name: str, axes: Iterable[str]) -> str:
 # --- what a pattern may contain -----------------------------------------------------------------------------
 
 
-def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: bool = False) -> None:
+def plain_dims(call: Call, *layouts: Layout, unnamed: bool = False, literals: bool = False) -> None:
     """Complain about dimensions that mean nothing to the operation: margins, `_`, literal sizes."""
-    call.no_margins(layout)
-    for dim in layout.dims:
-        for atom in dim.atoms:
+    for layout in layouts:
+        call.no_margins(layout)
+        for atom in layout.atoms:
             if (atom.name == "_" and not unnamed) or (atom.size is not None and not literals):
                 what = "an unnamed dimension" if atom.name == "_" else f"the literal size {atom.name}"
                 rule = f"{call.name} follows dimensions by their names, and {what} has none: name it."

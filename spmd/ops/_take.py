@@ -69,8 +69,7 @@ def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:
         also={},
         shown=("table", "ids"),
     )
-    for layout in (*call.pattern.inputs, *call.pattern.outputs):
-        plain_dims(call, layout)
+    plain_dims(call, *call.pattern.layouts)
     _apart(call)
     rows = call.operand(table, 0, name="the table")
     numbers = call.operand(ids, 1, name="ids")
@@ -224,8 +223,7 @@ def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count",
     call = open_call("scatter_add", pattern, names, arrays=given, inputs=2, example=_EXAMPLE, also=also, shown=shown)
     if outside not in ("count", "drop"):
         call.fail(not_one_of("outside", outside, ("count", "drop")))
-    for layout in (*call.pattern.inputs, *call.pattern.outputs):
-        plain_dims(call, layout)
+    plain_dims(call, *call.pattern.layouts)
     added = call.operand(rows, 0, name="rows")
     numbers = [call.operand(one, 1, name="ids") for one in every]
     have = factors_that_agree(call, [added, numbers[0]])
