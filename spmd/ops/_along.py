@@ -22,8 +22,8 @@ from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.collectives import roll_p
-from spmd.language import Layout, Pattern
-from spmd.ops._reduce import factors_by_name, placed, plain_dims
+from spmd.language import Atom, Dim, Layout, Pattern
+from spmd.ops._reduce import factors_by_name, inexact, placed, plain_dims
 
 
 @dataclass(frozen=True)
@@ -33,12 +33,15 @@ class Along:
     Attributes:
       call: The call.
       operand: Its array, with one axis per factor.
-      dims: Which of these axes are in brackets.
     """
 
     call: Call
     operand: Operand
-    dims: tuple[int, ...]
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """Which of these axes are in brackets."""
+        return tuple(i for i, factor in enumerate(self.operand.factors) if factor.bracket)
 
     @property
     def x(self) -> Any:
@@ -147,18 +150,25 @@ def along(
     plain_dims(call, src, unnamed=True, literals=True)
     if not linear:
         call.complete(f"{name} of a partial sum is not {name} of its parts: psum first.")
-    operand = call.operand(x)
-    dims = tuple(i for i, factor in enumerate(operand.factors) if factor.bracket)
+    one = Along(call, call.operand(x))
+    dims = one.dims
     if not dims or (most is not None and len(dims) > most):
-        last = operand.layout.dims[-1].short if operand.layout.dims else "k"
+        last = src.dims[-1].short if src.dims else "k"
         call.fail(
             f"{name.rpartition('.')[2]} works along the {'one dimension' if most == 1 else 'dimensions'} in brackets.",
             got=[f"{len(dims)} in brackets" if dims else "no brackets"],
             advice=f"as in [{last}]" if not dims else "one pair of brackets around one dimension",
         )
-    if ordered and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
-        call.fail(f"{name} needs numbers that are ordered, and the array is {operand.x.dtype}.")
-    return Along(call, operand, dims)
+    if ordered and jnp.issubdtype(one.x.dtype, jnp.complexfloating):
+        call.fail(f"{name} needs numbers that are ordered, and the array is {one.x.dtype}.")
+    return one
+
+
+def one_unnamed(layout: Layout) -> Layout:
+    """The layout with an unnamed whole dimension in the place of the first one in brackets, and no other brackets."""
+    at = next(i for i, dim in enumerate(layout.dims) if dim.bracket)
+    plain = layout.without_brackets().dims
+    return Layout.from_dims([*plain[:at], Dim((Atom("_"),)), *plain[at + 1 :]])
 
 
 # --- `roll` and `flip`, along dimensions in brackets ------------------------------------------------------------------
@@ -267,12 +277,9 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[Any, ...]:
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
         call.fail(rule, advice="one int, for all of them")
-    return tuple(_scalar(call, one) if isinstance(one, jax.Array) else one for one in shifts)
-
-
-def _scalar(call: Call, shift: Any) -> Any:
-    """A traced shift, which the checker is told to be equal on all devices."""
-    return _lax.at_least_int32(call.fork().operand(shift, layout=Layout("scalar"), name="the shift").x)
+    # the checker is told that a traced shift is equal on all devices
+    scalar = lambda one: call.fork().operand(one, layout=Layout("scalar"), name="the shift").x
+    return tuple(_lax.at_least_int32(scalar(one)) if isinstance(one, jax.Array) else one for one in shifts)
 
 
 def flip(x: Any, layout: str, /, **names: Any) -> jax.Array:
@@ -302,12 +309,8 @@ def flip(x: Any, layout: str, /, **names: Any) -> jax.Array:
     flipped = functools.partial(jnp.flip, one.x, one.dims)
     # Blocks that several dimensions number change places as those of one do: the first with the last.
     n = one.call.frame.axis_size(one.axes)
-    return one.result(
-        whole=flipped,
-        divided=lambda: _lax.ppermute(
-            flipped(), one.axes, dict(one.call.frame.sizes), [(i, n - 1 - i) for i in range(n)]
-        ),
-    )
+    pairs = [(i, n - 1 - i) for i in range(n)]
+    return one.result(flipped, lambda: _lax.ppermute(flipped(), one.axes, one.call.mesh, pairs))
 
 
 # --- `softmax`, `argmax`, `argmin` and `cumsum` ----------------------------------------------------------------------
@@ -342,7 +345,7 @@ def softmax(x: Any, layout: str, /, *, where: Any = None, **names: Any) -> jax.A
     """
     one = along("softmax", x, layout, names)
     mask = None if where is None else _mask(one, where, jnp.shape(x))
-    value = one.x if jnp.issubdtype(one.x.dtype, jnp.inexact) else one.x.astype(jax.eval_shape(jnp.exp, one.x).dtype)
+    value = inexact(one.x)
     ours = jnp.iscomplexobj(value)  # of which JAX has no gradient
     whole = lambda: jax.nn.softmax(value, axis=one.dims, where=mask)
     alone = lambda: _divided_softmax(value, mask, one.dims, ())
@@ -535,9 +538,6 @@ def _before(one: Along, sums: Any, reverse: bool) -> Any:
     edge = 0 if reverse else sums.shape[dim] - 1
     total = lax.slice_in_dim(sums, edge, edge + 1, axis=dim)
     totals = _lax.all_gather(total, axes, dim, "varying")
-    place = jnp.arange(totals.shape[dim], dtype=jnp.int32)
-    here = _lax.axis_index(axes, dict(one.call.frame.sizes))
-    earlier = place > here if reverse else place < here
-    mask = earlier.reshape(tuple(-1 if i == dim else 1 for i in range(totals.ndim)))
-    counted = jnp.where(mask, totals, jnp.zeros_like(totals))
+    place, here = lax.broadcasted_iota(jnp.int32, totals.shape, dim), _lax.axis_index(axes, one.call.mesh)
+    counted = jnp.where(place > here if reverse else place < here, totals, jnp.zeros_like(totals))
     return jnp.sum(counted, axis=dim, keepdims=True, dtype=sums.dtype)

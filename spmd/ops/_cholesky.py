@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -15,8 +15,7 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Factor, open_call
 from spmd.errors import SizeError
-from spmd.language import Atom, Dim, Layout
-from spmd.ops._along import Along, along
+from spmd.ops._along import Along, along, one_unnamed
 from spmd.ops._reduce import plain_dims
 
 # --- `qr`: a tall matrix, its rows divided over devices, as the product of orthonormal columns and a triangle ---------
@@ -64,14 +63,17 @@ def qr(x: Any, layout: str, /, **names: Any) -> tuple[jax.Array, jax.Array]:
       factorizations, SIAM Journal on Scientific Computing 34, 2012: TSQR, with all triangles in one step.
     """
     one = along("linalg.qr", x, layout, names, example=_QR)
-    rows = _check(one)
+    rows, columns = rows_and_columns(one, "qr", "decomposes", _QR)
+    if rows.size < columns.size:
+        rule = f"qr decomposes a tall matrix, and this one has {rows.size} rows and {columns.size} columns."
+        one.call.fail(rule, at=rows.span, error=SizeError)
     call, where = one.call, tuple(one.dims)
     axes = rows.axes if one.axes else ()
     with call.scope():
         q, r = _decomposed(jnp.moveaxis(one.x, where, (-2, -1)), axes, dict(call.frame.sizes))
         q, r = (jnp.moveaxis(y, (-2, -1), where) for y in (q, r))
         r = _lax.to_invarying(r, rows.axes)
-    return call.result(q, one.operand.layout.without_brackets()), call.result(r, _triangle(one))
+    return call.result(q, one.operand.layout.without_brackets()), call.result(r, one_unnamed(one.operand.layout))
 
 
 def rows_and_columns(one: Along, name: str, does: str, example: str) -> tuple[Factor, Factor]:
@@ -86,22 +88,6 @@ def rows_and_columns(one: Along, name: str, does: str, example: str) -> tuple[Fa
     if one.x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
         one.call.fail(f"{name} {does} float32, float64 or complex numbers, not {one.x.dtype}.")
     return rows, columns
-
-
-def _check(one: Along) -> Factor:
-    """The rows, of a call that can be."""
-    rows, columns = rows_and_columns(one, "qr", "decomposes", _QR)
-    if rows.size < columns.size:
-        rule = f"qr decomposes a tall matrix, and this one has {rows.size} rows and {columns.size} columns."
-        one.call.fail(rule, at=rows.span, error=SizeError)
-    return rows
-
-
-def _triangle(one: Along) -> Layout:
-    """The layout with an unnamed whole dimension in the place of the rows."""
-    at = next(i for i, dim in enumerate(one.operand.layout.dims) if dim.bracket)
-    dims = [replace(dim, bracket=False) for dim in one.operand.layout.dims]
-    return Layout.from_dims([*dims[:at], Dim((Atom("_"),)), *dims[at + 1 :]])
 
 
 def _decomposed(x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[Any, Any]:
@@ -461,24 +447,13 @@ def cho_solve(lower: Any, b: Any, layouts: str, /, **names: Any) -> jax.Array:
 
 def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[Along, Along, Factor]:
     """The triangle, the right sides, and the rows that both have, of a call that can be."""
-    shown = ("l", "b")
-    call = open_call(
-        "linalg.cho_solve",
-        layouts,
-        names,
-        arrays=(lower, b),
-        inputs=2,
-        arrow=False,
-        example=_SOLVE,
-        shown=shown,
-    )
-    ones: list[Along] = []
-    for i, (x, layout) in enumerate(zip((lower, b), call.pattern.inputs, strict=True)):
-        plain_dims(call, layout, unnamed=True, literals=True)
+    shown, given = ("l", "b"), (lower, b)
+    how: dict[str, Any] = {"arrays": given, "inputs": 2, "arrow": False, "shown": shown}
+    call = open_call("linalg.cho_solve", layouts, names, example=_SOLVE, **how)
+    plain_dims(call, *call.pattern.inputs, unnamed=True, literals=True)
+    for i in range(2):
         call.complete("cho_solve of a partial sum is not cho_solve of its parts: psum first.", i)
-        operand = call.operand(x, i, name=shown[i])
-        ones.append(Along(call, operand, tuple(j for j, f in enumerate(operand.factors) if f.bracket)))
-    matrix, right = ones
+    matrix, right = (Along(call, call.operand(x, i, name=shown[i])) for i, x in enumerate(given))
     rows = square(matrix, "cho_solve", "solves", _SOLVE)
     if matrix.x.ndim > 2:
         other = next(f for f in matrix.operand.factors if not f.bracket)

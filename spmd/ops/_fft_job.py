@@ -411,8 +411,7 @@ def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
 # --- rearrangements of a block that XLA for CPUs makes in one pass over the memory, forward and backward --------------
 #
 # XLA joins slices of one array in one pass, and a transpose that does the same takes two. But the gradient of a slice
-# is
-# an array of zeros with the slice in it, and the gradient of many slices is a sum of as many such arrays. So these
+# is an array of zeros with the slice in it, and the gradient of many slices is a sum of as many such arrays. So these
 # operations have transposes of their own: the way back.
 
 
@@ -437,9 +436,6 @@ class _Cut:
     def back(self) -> _Join:
         return _Join(self.n, self.dim)
 
-    def beside(self, dims: int) -> _Cut:
-        return self
-
 
 @dataclass(frozen=True)
 class _Join:
@@ -454,28 +450,24 @@ class _Join:
     def back(self) -> _Cut:
         return _Cut(self.n, self.dim, fixed=True)
 
-    def beside(self, dims: int) -> _Join:
-        return self
-
 
 @dataclass(frozen=True)
 class _Transpose:
-    """A transpose. If there are few planes, it goes plane by plane, which suits caches better."""
+    """A transpose of the first dimensions; others stay. If there are few planes, it goes plane by plane, which suits
+    caches better."""
 
     order: tuple[int, ...]
 
     def run(self, x: Any) -> Any:
-        place = self.order.index(0) if self.order else 0
+        order = (*self.order, *range(len(self.order), x.ndim))
+        place = order.index(0) if order else 0
         if 0 < place < x.ndim - 1 and x.shape[0] <= JOINED:
-            rest = [i - 1 for i in self.order if i]
+            rest = [i - 1 for i in order if i]
             return jnp.stack([x[i].transpose(rest) for i in range(x.shape[0])], place)
-        return x.transpose(self.order)
+        return x.transpose(order)
 
     def back(self) -> _Transpose:
         return _Transpose(tuple(self.order.index(i) for i in range(len(self.order))))
-
-    def beside(self, dims: int) -> _Transpose:
-        return _Transpose((*self.order, dims))
 
 
 def cut(x: Any, n: int, dim: int) -> Any:
@@ -501,12 +493,8 @@ def _type(x: Any, *, step: Any) -> Any:
 def _batch(args: Any, dims: Any, *, step: Any) -> Any:
     """With a dimension behind all others, which stays there."""
     [x], [batch] = args, dims
-    last = x.ndim - 1
-    return _move_p.bind(jnp.moveaxis(x, batch, last), step=step.beside(last)), _rank_of(x, step)
-
-
-def _rank_of(x: Any, step: Any) -> int:
-    return x.ndim - 1 + {_Cut: 1, _Join: -1, _Transpose: 0}[type(step)]
+    out = _move_p.bind(jnp.moveaxis(x, batch, -1), step=step)
+    return out, out.ndim - 1
 
 
 _move_p = _compat.linear_primitive(

@@ -187,13 +187,9 @@ def _got(call: Call, partial: Mapping[str, str]) -> list[str]:
 
 def with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
     """The layout's text with other axes on some names, for pasting. It is never checked."""
-
-    def atom_text(atom: Atom) -> str:
-        return placed(atom.name, axes.get(atom.name, atom.axes or ()))
-
     parts = []
     for dim in layout.dims:
-        inside = " ".join(map(atom_text, dim.atoms))
+        inside = " ".join(placed(atom.name, axes.get(atom.name, atom.axes or ())) for atom in dim.atoms)
         inside = "..." if dim.ellipsis else f"({inside})" if dim.composite else inside
         parts.append(f"[{inside}]" if dim.bracket else inside)
     if layout.unreduced:
@@ -284,20 +280,13 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     right = right_names(call, dst, have)
     if op not in LINEAR:
         call.complete(f"{op} of a partial sum is not {op} of its parts: psum first.")
-    landing = land(call, have, _partial(have, right, src.unreduced), right, linear=op in LINEAR)
-    _check_kind(call, operand.x, op)
-    gone = tuple(i for i, name in enumerate(operand.names) if name not in right)
-    kept = [name for name in operand.names if name in right]
-    copies = _copies(call, operand.x, landing)
-    job = _Job(
-        call=call,
-        dims=gone,
-        order=tuple(kept.index(name) for name in right),
-        count=math.prod(operand.factors[i].size for i in gone),
-        landing=landing,
-        copies=copies,
-    )
-    call.closing(x, src, copies)
+    partial = {axis: f"the operand is {{U:{axis}}}" for axis in src.unreduced}
+    partial |= {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
+    landing = land(call, have, partial, right, linear=op in LINEAR)
+    if op in ("max", "min") and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
+        call.fail(f"{op} needs numbers that are ordered, and the array is {operand.x.dtype}.")
+    job = _Job(call, operand, right, landing)
+    call.closing(x, src, job.copies)
     with call.scope():
         out = RUN[op](operand.x, job)
     return call.result(out)
@@ -306,38 +295,26 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
 _SQUARES = 'two means: m = reduce(x, "...", "mean"), and that of (x - m) ** 2, where 1 stands for what is reduced'
 
 
-def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict[str, str]:
-    """The axes along which the local result is a part, each with the reason."""
-    partial = {axis: f"the operand is {{U:{axis}}}" for axis in marked}
-    return partial | {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
-
-
-def _check_kind(call: Call, x: Any, op: str) -> None:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and op in ("max", "min"):
-        call.fail(f"{op} needs numbers that are ordered, and the array is {x.dtype}.")
-
-
-def _copies(call: Call, x: Any, landing: Landing) -> Axes:
-    """For a scalar: the axes on which `x` is a gathered copy. It is reduced over them, so that JAX types it equal."""
-    if not call.frame.explicit or not call.pattern.outputs[0].is_scalar:
-        return ()
-    open_axes = _compat.varying_axes(x) - {*landing.all_axes, *landing.left, *call.frame.stages}
-    return call.frame.in_mesh_order(open_axes)
-
-
 # --- the operations -----------------------------------------------------------------------------------------
 
 
 class _Job:
     """The work: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
 
-    def __init__(self, *, call: Call, dims: Dims, order: Dims, count: int, landing: Landing, copies: Axes):
-        self.frame = call.frame
-        self.dims, self.order = dims, order
+    def __init__(self, call: Call, operand: Operand, right: list[str], landing: Landing):
+        self.frame, self.landing = call.frame, landing
+        self.dims = tuple(i for i, name in enumerate(operand.names) if name not in right)
+        kept = [name for name in operand.names if name in right]
+        self.order = tuple(kept.index(name) for name in right)
+        count = math.prod(operand.factors[i].size for i in self.dims)
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
-        self.landing, self.copies = landing, copies
         self.axes = call.frame.in_mesh_order(landing.all_axes)
-        self.copy_count = call.frame.axis_size(copies) if copies else 1
+        # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal.
+        closes = call.frame.explicit and call.pattern.outputs[0].is_scalar
+        loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages}
+        self.copies = call.frame.in_mesh_order(loose) if closes else ()
+        self.copy_count = call.frame.axis_size(self.copies)
+        self.every = (*self.axes, *self.copies)
 
     def place(self, x: Any) -> Any:
         """The axes of a local result in the order of the right side."""
@@ -345,6 +322,7 @@ class _Job:
 
     def land_sum(self, x: Any) -> Any:
         """Sum over the partial axes. Copies are averaged in the same all-reduce."""
+        x = self.place(x)
         if self.copies:
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 x = x / self.copy_count
@@ -354,6 +332,7 @@ class _Job:
 
     def land_whole(self, x: Any) -> Any:
         """Keep this device's block of a result that every device has whole."""
+        x = self.place(x)
         for position, axes in self.landing.scatters:
             for axis in axes:
                 x = _lax.slice_block(x, axis, position, self.frame.axis_size(axis))
@@ -361,28 +340,30 @@ class _Job:
 
 
 def _sum(x: Any, job: _Job) -> Any:
-    return job.land_sum(job.place(jnp.sum(x, axis=job.dims)))
+    return job.land_sum(jnp.sum(x, axis=job.dims))
 
 
 def _mean(x: Any, job: _Job) -> Any:
     if x.dtype in (jnp.float16, jnp.bfloat16):
         # In 16 bits the sum could overflow, and it loses more bits than the mean. So divide first, as jnp.mean does.
         part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.divisor
-        return job.land_sum(job.place(part.astype(x.dtype)))
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    return job.land_sum(job.place(jnp.sum(x, axis=job.dims))) / job.divisor
+        return job.land_sum(part.astype(x.dtype))
+    return job.land_sum(jnp.sum(inexact(x), axis=job.dims)) / job.divisor
+
+
+def inexact(x: Any) -> Any:
+    """Numbers with fractions: integers and booleans become JAX's default float."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.eval_shape(jnp.exp, x).dtype)
 
 
 def _extreme(name: str, x: Any, job: _Job) -> Any:
-    axes = (*job.axes, *job.copies)
-    if not axes:
+    if not job.every:
         local = jnp.max if name == "max" else jnp.min
-        return job.place(local(x, axis=job.dims))
+        return job.land_whole(local(x, axis=job.dims))
     if x.dtype == jnp.bool_:
         return _logical("any" if name == "max" else "all", x, job)
     run = _global_extreme if jnp.issubdtype(x.dtype, jnp.inexact) else _primal_extreme
-    return job.land_whole(job.place(run(x, name, job.dims, axes)))
+    return job.land_whole(run(x, name, job.dims, job.every))
 
 
 def _primal_extreme(x: Any, name: str, dims: Dims, axes: Axes) -> Any:
@@ -408,10 +389,9 @@ def _extreme_jvp(name: str, dims: Dims, axes: Axes, primals: Any, tangents: Any)
 def _logical(name: str, x: Any, job: _Job) -> Any:
     local, collective = (jnp.any, _lax.pmax) if name == "any" else (jnp.all, _lax.pmin)
     out = local(x, axis=job.dims)
-    axes = (*job.axes, *job.copies)
-    if axes:  # collectives reduce numbers
-        out = collective(out.astype(jnp.int32), axes) != 0
-    return job.land_whole(job.place(out))
+    if job.every:  # collectives reduce numbers
+        out = collective(out.astype(jnp.int32), job.every) != 0
+    return job.land_whole(out)
 
 
 def _prod(x: Any, job: _Job) -> Any:
@@ -420,21 +400,19 @@ def _prod(x: Any, job: _Job) -> Any:
         # Gather and multiply, because the gradient of a product needs the other factors, zeros among them.
         out = jnp.prod(_lax.all_gather(out[None], job.axes, 0, "invarying"), axis=0)
     if job.copies:
-        inexact = jnp.issubdtype(out.dtype, jnp.inexact)
-        out = _lax.psum(out / job.copy_count, job.copies) if inexact else _lax.pmax(out, job.copies)
-    return job.land_whole(job.place(out))
+        mean = jnp.issubdtype(out.dtype, jnp.inexact)
+        out = _lax.psum(out / job.copy_count, job.copies) if mean else _lax.pmax(out, job.copies)
+    return job.land_whole(out)
 
 
 def _logsumexp(x: Any, job: _Job) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    axes = (*job.axes, *job.copies)
-    if not axes:
-        return job.place(jax.scipy.special.logsumexp(x, axis=job.dims))
-    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x.real, axis=job.dims)), axes)
+    x = inexact(x)
+    if not job.every:
+        return job.land_whole(jax.scipy.special.logsumexp(x, axis=job.dims))
+    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x.real, axis=job.dims)), job.every)
     top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top)).astype(x.dtype)
-    total = _lax.psum(jnp.sum(jnp.exp(x - jnp.expand_dims(top, job.dims)), axis=job.dims) / job.copy_count, axes)
-    return job.land_whole(job.place(jnp.log(total) + top))
+    total = _lax.psum(jnp.sum(jnp.exp(x - jnp.expand_dims(top, job.dims)), axis=job.dims) / job.copy_count, job.every)
+    return job.land_whole(jnp.log(total) + top)
 
 
 RUN: dict[Op, Callable[[Any, _Job], Any]] = {
