@@ -445,7 +445,7 @@ def ppermute(x: T, layout: str, /, perm: Sequence[tuple[int, int]], **names: Any
       [6 7 2 3 4 5 0 1]
     """
     example = 'ppermute(x, "[b/dp] d", [(0, 1), (1, 0)])'
-    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, outputs=None, example=example)
+    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, example=example)
     try:
         pairs = [(operator.index(i), operator.index(j)) for i, j in perm]
     except (TypeError, ValueError):
@@ -490,7 +490,7 @@ def shift(x: T, layout: str, /, by: int = 1, *, wrap: bool = True, **names: Any)
     if also and not wrap:
         also["wrap"] = wrap
     example = 'shift(x, "[b/dp] d", 1)'
-    call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None, example=example, also=also)
+    call = open_call("shift", layout, names, arrays=(x,), arrow=False, example=example, also=also)
     if fault:
         call.fail(fault)
 

@@ -384,13 +384,9 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
 
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:
-    letters: dict[str, str] = {}
-    left: list[str] = []
-    for operand in opened:
-        for name in operand.names:
-            if name not in letters:
-                if len(letters) == len(string.ascii_letters):
-                    call.fail(f"einsum takes up to {len(letters)} dimensions in all.")
-                letters[name] = string.ascii_letters[len(letters)]
-        left.append("".join(map(letters.__getitem__, operand.names)))
-    return f"{','.join(left)}->{''.join(map(letters.__getitem__, right))}"
+    names = dict.fromkeys(name for operand in opened for name in operand.names)
+    if len(names) > len(string.ascii_letters):
+        call.fail(f"einsum takes up to {len(string.ascii_letters)} dimensions in all.")
+    letters = dict(zip(names, string.ascii_letters, strict=False))
+    *left, out = ("".join(map(letters.__getitem__, one)) for one in (*(operand.names for operand in opened), right))
+    return f"{','.join(left)}->{out}"

@@ -158,9 +158,7 @@ def exchange(
       >>> print(rows, owner, stayed)  # the last device has slots for two of its three rows
       [ 5  0 30 12 14 22 35 31] [ 0 -1  3  1  1  2  3  3] 2
     """
-    call = open_call(
-        "exchange", layout, names, arrays=(rows, owner), inputs=1, outputs=None, arrow=False, example=_EXAMPLE
-    )
+    call = open_call("exchange", layout, names, arrays=(rows, owner), arrow=False, example=_EXAMPLE)
     [src] = call.pattern.inputs
     dim = _counted(call, src)
     numbers = call.operand(owner, layout=Layout.from_dims([Dim(dim.atoms)]), name="owner")
@@ -242,7 +240,7 @@ class _Job:
 
     @cached_property
     def blocks(self) -> int:
-        return self.call.frame.axis_size(self.factor.axes) if self.factor.axes else 1
+        return self.call.frame.axis_size(self.factor.axes)
 
     @cached_property
     def slots(self) -> int:
@@ -264,7 +262,7 @@ class _Job:
         if not self.divided:
             return _numbers(self.blocks)
         axes = self.factor.axes
-        return jnp.asarray(_lax.axis_index(axes, dict(self.call.frame.sizes)), jnp.int32)[None]
+        return jnp.asarray(_lax.axis_index(axes, self.call.mesh), jnp.int32)[None]
 
     def run(self, operands: list[Operand], owner: Any) -> tuple[list[Any], Any, Any]:
         """The rows of each operand, their owners, and how many stayed."""
@@ -399,9 +397,8 @@ class _Job:
         """The places of all blocks, `by` blocks further."""
         if not self.divided:
             return roll_p.bind(x, by=by, axis=0)
-        n = self.blocks
-        pairs = [(i, (i + by) % n) for i in range(n)]
-        return _lax.ppermute(x, self.factor.axes, dict(self.call.frame.sizes), pairs)
+        pairs = [(i, (i + by) % self.blocks) for i in range(self.blocks)]
+        return _lax.ppermute(x, self.factor.axes, self.call.mesh, pairs)
 
 
 def _numbers(n: int) -> Any:

@@ -262,13 +262,11 @@ def size(*args: Any, **names: Any) -> int:
     if len(args) == 2:
         x, layout = args
         call = open_call("size", layout, names, arrays=(x,), arrow=False, example='size(x, "[b/dp] d")', also={})
-        factors = [factor for factor in call.operand(x, margins=True).factors if factor.bracket]
-        if sum(dim.bracket for dim in call.pattern.inputs[0].dims) != 1:
-            call.fail(
-                "size asks for one dimension of the array: put it in brackets.",
-                advice='as in size(x, "... [d]")',
-            )
-        return math.prod(factor.size for factor in factors)
+        operand = call.operand(x, margins=True)
+        if sum(dim.bracket for dim in operand.layout.dims) != 1:
+            rule = "size asks for one dimension of the array: put it in brackets."
+            call.fail(rule, advice='as in size(x, "... [d]")')
+        return math.prod(factor.size for factor in operand.factors if factor.bracket)
     call, dim = one_dimension("size", args[0], names)
     return math.prod(call.factor(atom).size for atom in dim.atoms)
 
@@ -340,12 +338,12 @@ def offset(layout: str, /, **names: Any) -> jax.Array | int:
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
         call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")')
-    here = math.prod(call.factor(atom).local for atom in dim.atoms)
+    factors = [call.factor(atom) for atom in dim.atoms]
     if not call.frame.explicit or not first.axes:
         return 0
-    dtype = index_dtype(call, dim)
-    index = _lax.axis_index(first.axes, dict(call.frame.sizes))
-    return jnp.asarray(index, dtype) * np.asarray(here, dtype)
+    here = math.prod(factor.local for factor in factors)
+    whole = math.prod(factor.size for factor in factors)
+    return call.start(Factor(Layout.from_dims((dim,)).short, first.axes, here, whole, span=dim.span))
 
 
 def axis_size(axes: Axes) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any, Literal, overload
 
@@ -59,21 +60,14 @@ def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:
        [ 0.  1.]
        [ 6.  7.]]
     """
-    call = open_call(
-        "take",
-        pattern,
-        names,
-        arrays=(table, ids),
-        inputs=2,
-        example='take(table, ids, "[v/tp] d, b -> b d")',
-        also={},
-        shown=("table", "ids"),
-    )
+    example, shown, given = 'take(table, ids, "[v/tp] d, b -> b d")', ("table", "ids"), (table, ids)
+    call = open_call("take", pattern, names, arrays=given, inputs=2, example=example, also={}, shown=shown)
     plain_dims(call, *call.pattern.layouts)
     _apart(call)
     rows = call.operand(table, 0, name="the table")
     numbers = call.operand(ids, 1, name="ids")
     dim = _indexed(call, rows)
+    _check_ids(call, [numbers])
     have = _factors(call, rows, numbers, dim)
     right = right_names(call, call.pattern.outputs[0], have)
     if missing := [n for n in have if n not in right]:
@@ -128,6 +122,13 @@ def _indexed(call: Call, rows: Operand) -> int:
     return dims[0]
 
 
+def _check_ids(call: Call, numbers: list[Operand]) -> None:
+    if fault := next((one.x.dtype for one in numbers if not jnp.issubdtype(one.x.dtype, jnp.integer)), None):
+        call.fail(f"ids are integers, not {fault}.")
+    if numbers[0].layout.unreduced:
+        call.fail("ids must be complete numbers, and these are a partial sum: psum first.")
+
+
 def _apart(call: Call) -> None:
     """Check that no dimension of the ids has the name of the one along which they count."""
     table, ids = call.pattern.inputs
@@ -139,10 +140,6 @@ def _apart(call: Call) -> None:
 
 def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str, Factor]:
     """The factors of the result by name, after the checks that tie the two operands together."""
-    if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
-        call.fail(f"ids are integers, not {numbers.x.dtype}.")
-    if numbers.layout.unreduced:
-        call.fail("ids must be complete numbers, and these are a partial sum: psum first.")
     have = factors_that_agree(call, [rows, numbers])
     owners = {axis: factor for factor in rows.factors for axis in factor.axes}
     for factor in numbers.factors:
@@ -258,12 +255,9 @@ def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[O
         count = lambda n, what: f"{n} {what}{'s' * (n != 1)}"
         got = [count(len(numbers), "array") + " of ids", count(len(marked), "dimension") + " in brackets"]
         call.fail(rule, got=got, advice=f"as in {_EXAMPLE}")
-    if fault := next((one.x.dtype for one in numbers if not jnp.issubdtype(one.x.dtype, jnp.integer)), None):
-        call.fail(f"ids are integers, not {fault}.")
+    _check_ids(call, numbers)
     if added.x.dtype == jnp.bool_:
         call.fail("scatter_add adds numbers, and the rows are booleans.")
-    if first.layout.unreduced:
-        call.fail("ids must be complete numbers, and these are a partial sum: psum first.")
     if alone := [factor for factor in first.factors if factor.name not in added.names]:
         rule = f"{alone[0].name} is a dimension of the ids, so the rows must have it: each id belongs to one row."
         call.fail(rule, at=alone[0].span)
@@ -277,11 +271,7 @@ def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[O
 
 def _key(call: Call, atom: Atom, taken: set[str]) -> Factor:
     size = call.factor(atom).size
-    axes: tuple[str, ...] = ()
-    for axis in atom.axes or ():
-        if axis in taken:
-            break
-        axes = (*axes, axis)
+    axes = tuple(itertools.takewhile(lambda axis: axis not in taken, atom.axes or ()))
     return Factor(atom.name, axes, call.local(size, axes, atom.name, atom.span), size, True, atom.span)
 
 
