@@ -63,11 +63,6 @@ class Edge:
         """Return how many elements at the end a mirror does not repeat: one if the wall lies on an element."""
         return int(EDGES.get(self.kind) == "reflect")
 
-    @property
-    def plain(self) -> bool:
-        """Return whether `jnp.pad` makes it without further work."""
-        return not self.odd and self.kind != "constant"
-
     def turned(self, mirrored: Any, last: Any) -> Any:
         """The mirrored elements as they lie beyond the end: unchanged, or odd about the wall on `last` or behind it."""
         if not self.odd:
@@ -363,8 +358,8 @@ def _with_margin(call: Call, src: Layout) -> Fix | None:
 
 def _check_mirrors(one: Margins, dim: Dim) -> None:
     for edge, width in zip((one.low, one.high), dim.margin, strict=True):
-        if edge.mirrored and width > one.size - edge.skipped:
-            most = one.size - edge.skipped
+        most = one.size - edge.skipped
+        if edge.mirrored and width > most:
             name = dim.atoms[0].name
             rule = f'a margin with the edge "{edge.kind}" is at most {most} wide, since {name} has {one.size}.'
             one.call.fail(rule, at=dim.span, got=[one.call.frame.describe()], error=SizeError)
@@ -397,10 +392,6 @@ def _framed(x: Any, margins: list[Margins], *, corners: bool) -> Any:
             start[one.dim] = at
             out = lax.dynamic_update_slice(out, side, start) if side.size else out
     return out
-
-
-def _part(x: Any, dim: int, start: int, stop: int) -> Any:
-    return lax.slice_in_dim(x, start, stop, axis=dim)
 
 
 @dataclass(frozen=True)
@@ -462,16 +453,17 @@ class Margins:
             after = max(after, self.want[0] - self.local + self.low.skipped)
         if high and self.high.mirrored:
             before = max(before, self.want[1] - self.local + self.high.skipped)
-        wide = self.exchanged(x, before, after)
-        sent = all(edge.kind in ("periodic", "zero") for edge in (self.low, self.high))
-        return wide if sent else self.filled(wide, before)
+        part = lambda start, stop: lax.slice_in_dim(x, start, stop, axis=self.dim)
+        low, high = self.received_from(part, before, after)
+        wide = lax.concatenate([low, x, high], self.dim)
+        return wide if self.sent else self.filled(wide, before)
 
     # --- where the dimension is whole
 
     def padded(self, x: Any) -> Any:
         (before, after), d = self.want, self.dim
         inner = lax.slice_in_dim(x, self.have[0], self.have[0] + self.size, axis=d) if any(self.have) else x
-        if self.low.plain and self.low.kind == self.high.kind:
+        if self.low.kind == self.high.kind != "constant" and not self.low.odd:
             out = jnp.pad(inner, self.widths(x, before, after), mode=EDGES[self.low.kind])
         else:
             out = self.high.continued(self.low.continued(inner, d, before, low=True), d, after, low=False)
@@ -488,14 +480,9 @@ class Margins:
 
     # --- where it is divided
 
-    def exchanged(self, x: Any, before: int, after: int) -> Any:
-        """The block between the pieces of the devices before and after it. Beyond the ends there are zeros unless it is
-        periodic."""
-        low, high = self.received_from(functools.partial(_part, x, self.dim), before, after)
-        return lax.concatenate([low, x, high], self.dim)
-
     def received_from(self, part: Callable[[int, int], Any], before: int, after: int) -> tuple[Any, Any]:
-        """The pieces of the devices before and after, as far as the array does not have them."""
+        """The pieces of the devices before and after, as far as the array does not have them. Beyond the ends there are
+        zeros unless it is periodic."""
         low = [self.received(part, -hop, near, far) for hop, near, far in self.hops(self.have[0], before)]
         high = [self.received(part, hop, near, far) for hop, near, far in self.hops(self.have[1], after)]
         first, last = (lax.concatenate(one, self.dim) if one else part(0, 0) for one in (low[::-1], high))
@@ -515,26 +502,18 @@ class Margins:
         start = self.have[0] + (self.local - far if hop < 0 else near)
         piece = part(start, start + far - near)
         n = self.blocks
-        if self.periodic:
-            pairs = [((i + hop) % n, i) for i in range(n)]
-        else:
-            pairs = [(i + hop, i) for i in range(n) if 0 <= i + hop < n]
+        pairs = [((i + hop) % n, i) for i in range(n) if self.periodic or 0 <= i + hop < n]
         if hop % n == 0 and self.periodic:
             return piece
-        if not pairs:
-            return jnp.zeros_like(piece)
-        return _lax.ppermute(piece, self.axes, dict(self.call.frame.sizes), pairs)
+        return _lax.ppermute(piece, self.axes, self.call.mesh, pairs) if pairs else jnp.zeros_like(piece)
 
     def filled(self, wide: Any, before: int) -> Any:
         """The margins wanted, cut out of wider ones, with what lies beyond the ends as the edges say."""
         low, high = self.wider
         middle = lax.slice_in_dim(wide, before - self.have[0], before + self.local + self.have[1], axis=self.dim)
-        parts = [middle]
-        if low:
-            parts.insert(0, self.ring(wide, before, -self.want[0], low))
-        if high:
-            parts.append(self.ring(wide, before, self.local + self.have[1], high))
-        return lax.concatenate(parts, self.dim)
+        first = [self.ring(wide, before, -self.want[0], low)] if low else []
+        last = [self.ring(wide, before, self.local + self.have[1], high)] if high else []
+        return lax.concatenate([*first, middle, *last], self.dim)
 
     def ring(self, wide: Any, before: int, first: int, width: int) -> Any:
         """The elements from `first` on, counted from the block's own first one."""
@@ -543,16 +522,13 @@ class Margins:
         sent = lax.slice_in_dim(wide, before + first, before + first + width, axis=self.dim)
         if edge.kind == "zero":
             return sent
-        start = _lax.axis_index(self.axes, dict(self.call.frame.sizes)) * self.local  # of this block
+        start = _lax.axis_index(self.axes, self.call.mesh) * self.local  # of this block
         places = start + first + jnp.arange(width, dtype=jnp.int32)
         outside = places < 0 if is_low else places >= self.size
         outside = outside.reshape(tuple(-1 if i == self.dim else 1 for i in range(wide.ndim)))
         if edge.kind == "constant":
             return jnp.where(outside, edge.value, sent)
-
-        def taken(places: Any) -> Any:
-            return jnp.take(wide, places - start + before, axis=self.dim, mode="clip")
-
+        taken = lambda places: jnp.take(wide, places - start + before, axis=self.dim, mode="clip")
         mirrored = taken(edge.inside(places, self.size, low=is_low))
         if not edge.odd:
             return mirrored

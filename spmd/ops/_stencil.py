@@ -132,7 +132,7 @@ def diff(x: Any, layout: str, /, *, edge: Any = "periodic", **names: Any) -> jax
     plain = src.without_brackets()
     wide = with_margins(plain, {i: (0, 1)})
     at = i - len(src.dims) if any(d.ellipsis for d in src.dims[:i]) else i
-    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edges, **_parts_of(call, plain))
+    padded = _padded(call, x, plain, wide, edge=edges)
     n = padded.shape[at]
     later, now = (lax.slice_in_dim(padded, k, n - 1 + k, axis=at) for k in (1, 0))
     return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
@@ -181,17 +181,13 @@ def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **name
     wide = with_margins(plain, widths)
     first = next((i for i, d in enumerate(src.dims) if d.ellipsis), len(src.dims))
     places = [i - len(src.dims) if i > first else i for i in marked]
-
-    parts = _parts_of(call, plain)
-
-    def run(x: Any, weights: Any) -> Any:
-        padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edges, **parts)
-        return _valid(padded, weights, places)
-
+    run = lambda x, weights: _valid(_padded(call, x, plain, wide, edge=edges), weights, places)
     if call.frame.mode == "auto":
         # An island, because XLA's partitioner (jax 0.10 and 0.12, CPU) sums wide windows over axes that hold copies
         # too, and gives multiples of convolutions and of the gradients of weights.
-        run = _local(run, f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}", **parts)
+        run = _local(
+            run, f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}", **_parts_of(call, plain)
+        )
     return call.result(_opened(operand, run(x, weights)), plain)
 
 
@@ -206,6 +202,11 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
         call.fail(rule, got=got, fix="weights.astype(x.dtype)")
 
 
+def _padded(call: Call, x: Any, bare: Layout, wide: Layout, **how: Any) -> Any:
+    """An array with the margins of `wide`."""
+    return x if wide == bare else _halo(x, f"{bare.short} -> {wide.short}", **how, **_parts_of(call, bare))
+
+
 def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
     """The sizes that a call below must be given: those of the parts of composite dimensions."""
     names = [name for dim in layout.dims if dim.composite for name in dim.names]
@@ -214,14 +215,11 @@ def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
 
 def _valid(x: Any, weights: Any, places: list[int]) -> Any:
     """The convolution where the weights lie inside x. The other dimensions are a batch."""
-    places = [i % x.ndim for i in places]
-    rest = [i for i in range(x.ndim) if i not in places]
-    turned = x.transpose((*rest, *places))
-    flat = turned.reshape(-1, 1, *turned.shape[len(rest) :])
+    last, batch = range(-len(places), 0), x.ndim - len(places)
+    turned = jnp.moveaxis(x, places, last)
+    flat = turned.reshape(-1, 1, *turned.shape[batch:])
     out = lax.conv_general_dilated(flat, jnp.flip(weights)[None, None], (1,) * len(places), "VALID")
-    out = out.reshape(*turned.shape[: len(rest)], *out.shape[2:])
-    order = [*rest, *places]
-    return out.transpose([order.index(i) for i in range(x.ndim)])
+    return jnp.moveaxis(out.reshape(*turned.shape[:batch], *out.shape[2:]), last, places)
 
 
 def _opened(operand: Operand, x: Any) -> Any:
@@ -235,8 +233,7 @@ def _applied(call: Call, fn: Callable[..., Any], edge: Edges, corners: bool, arr
     for x, layout in zip(arrays, call.pattern.inputs, strict=True):
         bare = without_margins(layout)
         call.operand(x, layout=bare)  # sizes, from the arrays
-        text, wide = f"{bare.short} -> {layout.short}", any(any(d.margin) for d in layout.dims)
-        padded.append(_halo(x, text, edge=edge, corners=corners, **_parts_of(call, bare)) if wide else x)
+        padded.append(_padded(call, x, bare, layout, edge=edge, corners=corners))
     out, [output] = fn(*padded), call.pattern.outputs
     wanted = call.local_shape(output)
     if jnp.shape(out) != wanted:
@@ -245,9 +242,7 @@ def _applied(call: Call, fn: Callable[..., Any], edge: Edges, corners: bool, arr
     return call.result(out, output)
 
 
-# --- deposit -----------------------------------------------------------------------------------------------------
-
-# `deposit`: what lies in margins is added to its owners. The way back of a halo.
+# --- `deposit`: what lies in margins is added to its owners. The way back of a halo -----------------------------------
 
 T = TypeVar("T")
 
