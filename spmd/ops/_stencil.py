@@ -185,9 +185,8 @@ def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **name
     if call.frame.mode == "auto":
         # An island, because XLA's partitioner (jax 0.10 and 0.12, CPU) sums wide windows over axes that hold copies
         # too, and gives multiples of convolutions and of the gradients of weights.
-        run = _local(
-            run, f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}", **_parts_of(call, plain)
-        )
+        sides = f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}"
+        run = _local(run, sides, **_parts_of(call, plain))
     return call.result(_opened(operand, run(x, weights)), plain)
 
 
@@ -204,7 +203,9 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
 
 def _padded(call: Call, x: Any, bare: Layout, wide: Layout, **how: Any) -> Any:
     """An array with the margins of `wide`."""
-    return x if wide == bare else _halo(x, f"{bare.short} -> {wide.short}", **how, **_parts_of(call, bare))
+    if not any(any(dim.margin) for dim in wide.dims):
+        return x
+    return _halo(x, f"{bare.short} -> {wide.short}", **how, **_parts_of(call, bare))
 
 
 def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
