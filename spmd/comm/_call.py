@@ -120,19 +120,17 @@ def open_call(
     """
     frame = frame or current_frame(f"spmd.{name}")
     if str in map(type, arrays) or not isinstance(pattern, (str, Pattern, Layout)):
-        first = next((a for a in arrays if isinstance(a, str)), None)
-        rule = (
-            f"the {'pattern' if arrow else 'layout'} is a string, not {kind_of(pattern)}."
-            if first is None
-            else f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the "
-            f"{'pattern' if arrow else 'layout'}."
-        )
-        fix = None
+        first, what = next((a for a in arrays if isinstance(a, str)), None), "pattern" if arrow else "layout"
+        rule, fix = f"the {what} is a string, not {kind_of(pattern)}.", None
+        if first is not None:
+            rule = f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the {what}."
         if first is not None and also is not None:
             fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
         raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
-    _check_layouts(text, pattern, arrow, frame, example)
+    if arrow and isinstance(pattern, str) and pattern.strip() in frame.axis_names:  # as the collectives of `jax.lax`
+        rule = f"the string holds the layouts before and after, and '{pattern.strip()}' is an axis of the mesh."
+        raise LayoutError(rule, call=text, advice=f"as in {example}")
     written = pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
     sizes, axes = split_keywords(text, written, binds) if binds else ({}, {})
     if frame.watched:
@@ -147,10 +145,9 @@ def open_call(
         placed = resolve(written, written.source, renames, frame.mapping)
     except LayoutError as error:
         raise LayoutError(replace(error.fault, call=text)) from None
-    call = Call(name, text, written, placed, frame)
-    call.arrays, call.names, call.held = len(arrays), shown, tuple(map(tag_of, arrays))
+    call = Call(name, text, written, placed, frame, len(arrays), shown, also, sizes, tuple(axes))
+    call.held = tuple(map(tag_of, arrays))
     call.shapes = tuple(getattr(one, "shape", None) for one in arrays)
-    call.also, call.given, call.said = also, sizes, tuple(axes)
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     if not call.mesh.keys() >= set(placed.axis_names):
         call.no_axis()
@@ -159,36 +156,31 @@ def open_call(
     return call
 
 
-def _check_layouts(text: str, pattern: Any, arrow: bool, frame: Frame, example: str) -> None:
-    """The collectives of `jax.lax` take the name of an axis where a pattern stands here."""
-    if arrow and isinstance(pattern, str) and pattern.strip() in frame.axis_names:
-        rule = f"the string holds the layouts before and after, and '{pattern.strip()}' is an axis of the mesh."
-        raise LayoutError(rule, call=text, advice=f"as in {example}")
-
-
+@dataclass(eq=False)
 class Call:
     """One call of a string operation.
 
     `written` is its pattern as the user wrote it, `pattern` the same with axes renamed and bare names placed.
     """
 
-    def __init__(self, name: str, text: str, written: Pattern, pattern: Pattern, frame: Frame):
-        self.name = name
-        self.text = text
-        self.written = written
-        self.pattern = pattern
-        self.frame = frame
-        self.mesh = dict(frame.sizes)
-        self.sizes = dict(frame.known)
-        self.arrays = 1
-        self.held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
-        self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
-        self.also: Mapping[str, Any] | None = None
-        self.shapes: tuple[tuple[int, ...] | None, ...] = ()  # of the arrays, here
-        self.given: Mapping[str, int] = {}  # the sizes among its keywords
-        self.said: tuple[str, ...] = ()  # the axes of its string that keywords bind
-        self.gather: Gather | None = None
-        self.to: To = "varying"
+    name: str
+    text: str
+    written: Pattern
+    pattern: Pattern
+    frame: Frame
+    arrays: int
+    names: tuple[str, ...] | None  # how messages call the arrays, where not x, y and so on
+    also: Mapping[str, Any] | None
+    given: Mapping[str, int]  # the sizes among its keywords
+    said: tuple[str, ...]  # the axes of its string that keywords bind
+    held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
+    shapes: tuple[tuple[int, ...] | None, ...] = ()  # of the arrays, here
+    gather: Gather | None = None
+    to: To = "varying"
+
+    def __post_init__(self) -> None:
+        self.mesh = dict(self.frame.sizes)
+        self.sizes = dict(self.frame.known)
 
     def type_copies(self, to: Any) -> None:
         """Decide JAX's type of what this call gathers: what the user says, or else what the kernel chose for this
@@ -373,10 +365,8 @@ class Call:
     def check_counts(self, inputs: int | None, outputs: int | None) -> None:
         left, right = self.pattern.inputs, self.pattern.outputs
         if inputs is not None and len(left) != inputs:
-            arrays, layouts = (
-                f"{inputs} array{'s' * (inputs != 1)}",
-                f"{len(left)} layout{'s' * (len(left) != 1)}",
-            )
+            arrays = f"{inputs} array{'s' * (inputs != 1)}"
+            layouts = f"{len(left)} layout{'s' * (len(left) != 1)}"
             self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.")
         if outputs is not None and self.pattern.arrow and len(right) != outputs:
             self.fail(f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.")
@@ -730,13 +720,8 @@ class Call:
         """The shape here of an array of this layout, from the sizes bound so far."""
         shape: list[int] = []
         for dim in layout.dims:
-            if dim.ellipsis:
-                shape += self.ellipsis_shape()
-            else:
-                size = 1
-                for atom in dim.atoms:
-                    size *= self.factor(atom).local
-                shape.append(size + sum(dim.margin))
+            parts = self._parts(dim)
+            shape += parts if dim.ellipsis else [math.prod(parts)]
         return tuple(shape)
 
     def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
@@ -747,13 +732,12 @@ class Call:
         else:
             shape = self.local_shape(layout)
         x = x if x.shape == shape else self._closed(x, layout, shape)
-        gone: dict[str, None] = {}
-        for one in self.pattern.inputs:
-            gone |= dict.fromkeys(one.axis_names)
-        for axis in layout.axis_names:
-            gone.pop(axis, None)
-        due = self._unclear() and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
-        return mark(x, layout, self.text, role=role, frame=self.frame, gone=tuple(gone), due=due)
+        before = dict.fromkeys(axis for one in self.pattern.inputs for axis in one.axis_names)
+        gone = tuple(axis for axis in before if axis not in layout.axis_names)
+        # A reshape does not show which dimension an axis divides, if some have one element on a device.
+        closed = any(dim.composite and dim.axes for one in self.pattern.layouts for dim in one.dims)
+        due = closed and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
+        return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=due)
 
     def _closed(self, x: Any, layout: Layout, shape: tuple[int, ...]) -> Any:
         """A result with its composite dimensions as one, and with those of size 1. Any other shape is an error."""
@@ -764,21 +748,11 @@ class Call:
         return x.reshape(shape)
 
     def _parts(self, dim: Dim) -> Sequence[int]:
-        """The local sizes of a dimension's factors."""
+        """The local sizes of a dimension's factors; of one with margins, that of all of it."""
         if dim.ellipsis:
             return self.ellipsis_shape()
         sizes = [self.factor(atom).local for atom in dim.atoms]
-        return [sizes[0] + sum(dim.margin)] if any(dim.margin) else sizes  # only a dimension of one part has margins
-
-    def _unclear(self) -> bool:
-        """Return whether a reshape does not show which dimension an axis divides, if some have one element on a
-        device."""
-        layouts = (*self.pattern.inputs, *self.pattern.outputs)
-        for layout in layouts:
-            for dim in layout.dims:
-                if dim.composite and dim.axes:
-                    return True
-        return False
+        return [math.prod(sizes) + sum(dim.margin)] if any(dim.margin) else sizes
 
     def _close(self, sizes: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         extra, rest, shape = len(self.ellipsis_shape()), list(sizes), []

@@ -164,10 +164,6 @@ def _in_turn(job: Job, left: frozenset[int], i: int) -> bool:
     return not (job.real == "last" and i == job.half) or left == {i}
 
 
-def _size(job: Job, left: frozenset[int], i: int) -> int:
-    return job.before[i] if i in left else job.after[i]
-
-
 def _itemsize(job: Job, left: frozenset[int]) -> int:
     if left == job.moved:
         return job.given
@@ -240,7 +236,7 @@ def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], fr
     """
     sizes, padded, bases = [], set(), dict(state.padded)
     for i, (have, want) in enumerate(zip(state.at, to, strict=True)):
-        n = _size(job, state.left, i)
+        n = job.before[i] if i in state.left else job.after[i]
         if i in bases:
             if want not in (have, bases[i]):
                 return None
@@ -353,8 +349,7 @@ def job_of(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad
             after.append(_size_after(call, atom, factor, pad, i == moved[-1], least))
             target.append(atom.axes or ())
     real = {"fft.rfft": "first", "fft.irfft": "last"}.get(call.name, "" if wall is None else "both")
-    bare = [i for i, f in enumerate(operand.factors) if not f.name.startswith("...")]
-    single = {places[i] for i, dim in enumerate(src.dims) if len(dim.atoms) == 1 and len(dst.dims[i].atoms) == 1}
+    single = [i for i, dim in enumerate(src.dims) if len(dim.atoms) == len(dst.dims[i].atoms) == 1]
     return Job(
         source=tuple(f.axes for f in operand.factors),
         target=tuple(target),
@@ -363,7 +358,7 @@ def job_of(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad
         moved=frozenset(places[i] for i in moved),
         half=places[moved[-1]] if real in ("first", "last") else -1,
         real=real,
-        movable=frozenset(i for i in bare if i in single),
+        movable=frozenset(places[i] for i in single),
         together=call.frame.mode != "auto",
         mesh=call.frame.sizes,
         given=dtype.itemsize,

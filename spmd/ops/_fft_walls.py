@@ -119,9 +119,8 @@ def _row(values: Any, x: Any) -> Any:
 
 def transformed(fn: Callable[..., Any], x: Any, dims: list[int]) -> Any:
     """A transform of the dimensions `dims`. XLA transforms the last ones, so they become last, in memory too."""
-    order = [*(i for i in range(x.ndim) if i not in dims), *dims]
-    out = _compat.row_major(fn(_compat.row_major(x.transpose(order)), axes=range(-len(dims), 0)))
-    return out.transpose([order.index(i) for i in range(x.ndim)])
+    last = range(-len(dims), 0)
+    return jnp.moveaxis(_compat.row_major(fn(_compat.row_major(jnp.moveaxis(x, dims, last)), axes=last)), last, dims)
 
 
 def factors(n: int, parts: int) -> tuple[int, int]:
