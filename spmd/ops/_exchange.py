@@ -371,16 +371,16 @@ class _Job:
         """The rows `(block, slot, width)` in their new slots. The maps are one-to-one, so no gradient is a sum."""
         if not x.shape[-1]:
             return x
-        stays = _picked(x, plan.kept, plan.keeps)
+        stays = picked(x, plan.kept, plan.keeps)
         if not self.distances:
             return stays
         if plan.routes is not None:
             there, back = (Route(*(one[0] for one in route)) for route in plan.routes)
-            rows = _picked(x, plan.order, jnp.ones_like(plan.order, bool))[0]
+            rows = picked(x, plan.order, jnp.ones_like(plan.order, bool))[0]
             came = travelled(self.factor.axes, (self.slots, self.slots), rows, there, back)[None]
             return jnp.where(plan.keeps[..., None], stays, came)
         flat = lambda a: a.reshape(a.shape[0], -1)
-        sent = _picked(x, flat(plan.send), flat(plan.sends))
+        sent = picked(x, flat(plan.send), flat(plan.sends))
         sent = sent.reshape(*plan.send.shape, -1)
         if self.hops is not None:
             came = jnp.stack([self.shifted(sent[:, i], hop) for i, hop in enumerate(self.distances)], 1)
@@ -417,7 +417,9 @@ def _narrow(owner: Any) -> Any:
     return (jnp.maximum(owner, -1) if limits.min < -most - 1 else owner).astype(jnp.int32)
 
 
-def _picked(x: Any, index: Any, valid: Any) -> Any:
-    """The rows of each block by number, zeros where the number is not valid."""
-    found = jax.vmap(lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds"))(x, index)
-    return jnp.where(valid[..., None], found, jnp.zeros((), x.dtype))
+def picked(x: Any, index: Any, valid: Any) -> Any:
+    """The rows of `"... r d"` by number, zeros where the number is not valid."""
+    pick = lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    for _ in range(index.ndim - 1):
+        pick = jax.vmap(pick)
+    return jnp.where(valid[..., None], pick(x, index), jnp.zeros((), x.dtype))

@@ -28,7 +28,7 @@ from spmd.parallel.pipelining import (
     passed_on,
     without_keys,
 )
-from spmd.parallel.schedule import Order, PipelineSchedule, Ticks, check_order
+from spmd.parallel.schedule import Order, PipelineSchedule, Tick, Ticks, check_order
 
 _CALL = "pipeline_loss(stage, loss, params, head, x, targets, ...)"
 
@@ -251,23 +251,20 @@ def _run(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> tuple
 
     def tick(carry: Any, now: Any) -> tuple[Any, None]:
         inputs, cotangents, dx, sums, places = carry
-        step = ticks.step(lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
+        step = Tick(*lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
         new, old = _at(x, step.microbatch), _at(inputs, step.input)
         given = jax.tree.map(lambda a, b: jnp.where(step.input < 0, a, b), new, old)
         own = plan, step, params, head, _at(targets, step.microbatch)
         steps = _Whole(*own) if split is None else _Cut(*own, split, places)
         branches = steps.branches(differentiated)
         out, back, sums, left = lax.switch(step.kind, branches, given, _at(cotangents, step.cotangent), sums)
-        kept, delayed = (
-            _put(places.kept, left.kept, step.put_kept, 0),
-            _put(places.delayed, left.delayed, step.put_delayed, 0),
-        )
+        kept = _put(places.kept, left.kept, step.put_kept, 0)
+        delayed = _put(places.delayed, left.delayed, step.put_delayed, 0)
         inputs = _put(inputs, passed_on(out, plan.pp), step.put_input)
         if differentiated:
             dx = _put(dx, back, step.put_x)
-            cotangents = (
-                _put(cotangents, back, step.put_own) if split else cotangents
-            )  # of the loss, after a forward step
+            if split is not None:  # of the loss, after a forward step
+                cotangents = _put(cotangents, back, step.put_own)
             cotangents = _put(cotangents, passed_on(back, plan.pp, -1), step.put_cotangent)
         return (inputs, cotangents, dx, sums, _Left(kept, delayed)), None
 
@@ -391,14 +388,11 @@ class _Cut(_Whole):
 
 def _nothing_left(split: SplitStage, kept: tuple[int, ...] = (), delayed: tuple[int, ...] = ()) -> _Left:
     """Zeros for what the steps leave, or for so many places."""
-    zeros = lambda those, places: [
-        _compat.pvary(jnp.zeros((*places, *one.shape), one.dtype), _axes(one)) for one in those
-    ]
-    return _Left(zeros(split.kept, kept), zeros(split.crossing, delayed))
-
-
-def _axes(aval: Any) -> tuple[str, ...]:
-    return current_frame("pipeline_loss").in_mesh_order(_compat.varying_type(aval))
+    frame = current_frame("pipeline_loss")
+    zero = lambda one, places: _compat.pvary(
+        jnp.zeros((*places, *one.shape), one.dtype), frame.in_mesh_order(_compat.varying_type(one))
+    )
+    return _Left([zero(one, kept) for one in split.kept], [zero(one, delayed) for one in split.crossing])
 
 
 # --- trees and types ----------------------------------------------------------------------------------------------
