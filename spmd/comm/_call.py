@@ -182,6 +182,16 @@ class Call:
         self.mesh = dict(self.frame.sizes)
         self.sizes = dict(self.frame.known)
 
+    @property
+    def src(self) -> Layout:
+        """The layout of the first array."""
+        return self.pattern.inputs[0]
+
+    @property
+    def dst(self) -> Layout:
+        """The layout of the first result."""
+        return self.pattern.outputs[0]
+
     def type_copies(self, to: Any) -> None:
         """Decide JAX's type of what this call gathers: what the user says, or else what the kernel chose for this
         place. Where the kernel is traced again, what is traced in `scope` knows the call."""
@@ -191,7 +201,7 @@ class Call:
         if frame.explicit and (frame.diagnosing or frame.invarying):
             where = place() if to is None else None
             chosen = where is not None and not frame.invarying.isdisjoint((where, EVERYWHERE))
-            again = self.paste(self.pattern.inputs[0], self.pattern.outputs[0], to="invarying")
+            again = self.paste(self.src, self.dst, to="invarying")
             self.gather = Gather(where, again, chosen)
             to = "invarying" if chosen else to
         self.to = to or "varying"
@@ -616,7 +626,7 @@ class Call:
             again = self.paste(left, *([self._text(*self.pattern.outputs)] if self.pattern.arrow else []))
             string = "" if again else f'"{meant.short}" in this string: '
             self.refuse(rule, at=at, got=got, fix=again, advice=f"{string}{self.name} works along a divided dimension")
-        turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
+        turned = fix and self.name in _MOVES and same_axes(have, self.dst) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
         if (again := self.with_slashes()) is not None:
@@ -641,7 +651,7 @@ class Call:
                 one.unreduced,
                 one.reduced,
             )
-            for one in (self.pattern.inputs[0], self.pattern.outputs[0])
+            for one in (self.src, self.dst)
         ]
         return self.paste(*sides)
 
@@ -726,7 +736,7 @@ class Call:
 
     def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
         """Close the composite dimensions of a result (one axis per factor), mark it and tag it."""
-        layout = self.pattern.outputs[0] if layout is None else layout
+        layout = self.dst if layout is None else layout
         if layout.has_unnamed:  # an unnamed dimension keeps the size it has
             shape = x.shape if all(not d.composite for d in layout.dims) else self._close(x.shape, layout)
         else:

@@ -141,7 +141,7 @@ def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
 def _changes(call: Call, operand: Operand) -> Changes:
     """Return what the right side changes; every dimension divides by the axes that it gains."""
     out = []
-    after = axes_after(operand, call.pattern.outputs[0])
+    after = axes_after(operand, call.dst)
     for i, (factor, axes) in enumerate(zip(operand.factors, after, strict=True)):
         if factor.axes != axes:
             keep = len(axes) if factor.axes[: len(axes)] == axes else len(factor.axes)
@@ -259,8 +259,7 @@ def psum(x: T, pattern: str, /, **names: Any) -> T:
     """
 
     def move(call: Call, x: Any, changes: Changes) -> Any:
-        [src], [dst] = call.pattern.inputs, call.pattern.outputs
-        return _lax.psum(x, call.frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)))
+        return _lax.psum(x, call.frame.in_mesh_order(set(call.src.unreduced) - set(call.dst.unreduced)))
 
     return _verb("psum", x, pattern, names, move)
 
@@ -405,7 +404,7 @@ def defer(x: T, pattern: str, /, **names: Any) -> T:
     """
 
     def move(call: Call, x: Any, changes: Changes) -> Any:
-        return _compat.pvary(x, call.frame.in_mesh_order(call.pattern.outputs[0].reduced))
+        return _compat.pvary(x, call.frame.in_mesh_order(call.dst.reduced))
 
     return _verb("defer", x, pattern, names, move)
 

@@ -60,14 +60,13 @@ def annotate(x: T, layout: str, /, **names: Any) -> T:
       [3. 3. 3. 3.]
     """
     call = open_call("annotate", layout, names, arrays=(x,), arrow=False, example='annotate(x, "b/dp d")', also={})
-    [stated] = call.pattern.inputs
 
     def leaf(value: Any) -> Any:
         own = call.fork()
         array = own.operand(value).x
         shape = jnp.shape(value)
         array = array if array.shape == shape else array.reshape(shape)
-        return mark(array, stated, call.text, role="annotate", frame=call.frame)
+        return mark(array, call.src, call.text, role="annotate", frame=call.frame)
 
     return jax.tree.map(leaf, x)
 

@@ -98,11 +98,10 @@ def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
 def _moved(who: str, x: Any, pattern: str, names: dict[str, Any], example: str) -> jax.Array:
     """The array with its factors where the right side has them, repeated along those that it does not have."""
     call = open_call(who, pattern, names, arrays=(x,), example=example, also={})
-    [dst] = call.pattern.outputs
     operand, have = _open(call, x)
-    _check_names(call, operand, dst, have)
-    _check_axes(call, operand, dst, have)
-    target = _targets(call, operand, dst, have)
+    _check_names(call, operand, have)
+    _check_axes(call, operand, have)
+    target = _targets(call, operand, have)
     named = lambda factors: [[f.name] if f.name in have and f.name != "1" else [] for f in factors]
     local = rearranged(operand.x, named(operand.factors), named(target))
     out = jnp.broadcast_to(local, tuple(f.local for f in target))
@@ -110,7 +109,7 @@ def _moved(who: str, x: Any, pattern: str, names: dict[str, Any], example: str) 
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
     # The blocks of a divided new dimension are equal. In a composite one nothing shows that they are copies.
-    return call.result(out, role="result" if not new else "created" if _closes(dst) else "copies")
+    return call.result(out, role="result" if not new else "created" if _closes(call.dst) else "copies")
 
 
 def _closes(layout: Layout) -> bool:
@@ -119,7 +118,7 @@ def _closes(layout: Layout) -> bool:
 
 
 def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
-    [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    src, dst = call.src, call.dst
     plain_dims(call, src, dst, literals=True)
     if src.has_ellipsis and not dst.has_ellipsis:
         call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.")
@@ -137,15 +136,15 @@ def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
     return operand, factors_by_name(operand)
 
 
-def _check_names(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> None:
+def _check_names(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
     """All names of the left side are on the right, and in `rearrange` no others."""
-    right = {"1", *(atom.name for atom in dst.atoms)}
+    right = {"1", *(atom.name for atom in call.dst.atoms)}
     if gone := [f for f in operand.factors if f.name not in right and not f.name.startswith("...")]:
-        sums = call.paste(operand.layout, dst, name="reduce")
+        sums = call.paste(operand.layout, call.dst, name="reduce")
         rule = f"{call.name} keeps every dimension, and {gone[0].name} is on the left only."
         advice = f"{sums}, where its sum is meant" if call.name == "rearrange" else None
         call.fail(rule, at=gone[0].span, advice=advice)
-    new = [atom for atom in dst.atoms if atom.name not in have and atom.name != "1"]
+    new = [atom for atom in call.dst.atoms if atom.name not in have and atom.name != "1"]
     if new and call.name == "rearrange":
         name = new[0].name
         hint = did_you_mean(name, [n for n in have if not n.startswith("...")])
@@ -154,11 +153,11 @@ def _check_names(call: Call, operand: Operand, dst: Layout, have: Mapping[str, F
         call.fail(rule, at=new[0].span, advice=advice)
 
 
-def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> None:
+def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
     """Every name keeps its axes; a change is another verb's."""
     changes: dict[str, tuple[Axes, Axes]] = {}
     first: Atom | None = None
-    for atom in dst.atoms:
+    for atom in call.dst.atoms:
         factor = have.get(atom.name)
         if factor is None or factor.axes == (atom.axes or ()):
             continue
@@ -175,14 +174,14 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
         f"the right. That is {verb}.",
         at=first.span,
         got=[call.frame.describe()],
-        fix=call.around(before, moved, dst),
+        fix=call.around(before, moved, call.dst),
     )
 
 
-def _targets(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> list[Factor]:
+def _targets(call: Call, operand: Operand, have: Mapping[str, Factor]) -> list[Factor]:
     """The factors of the right side, one per axis of the result before its composites are closed."""
     target: list[Factor] = []
-    for dim in dst.dims:
+    for dim in call.dst.dims:
         if dim.ellipsis:
             target += [f for f in operand.factors if f.name.startswith("...")]
         for atom in dim.atoms:
@@ -247,13 +246,12 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
         example='einsum(x, y, "b/dp d, d f -> b/dp f")',
         also={} if preferred_element_type is None and precision is None else None,
     )
-    dst = call.pattern.outputs[0]
     plain_dims(call, *call.pattern.layouts)
     _check_dots(call, arrays)
     opened = [call.operand(x, i) for i, x in enumerate(arrays)]
     have = factors_that_agree(call, opened)
-    owners = owner_of_axes(call, have, dst.names)
-    right = right_names(call, dst, have)
+    owners = owner_of_axes(call, have, call.dst.names)
+    right = right_names(call, have)
     partial = marked_axes(call, opened, owners)
     partial |= {
         axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes
@@ -301,7 +299,7 @@ def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Facto
 def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, int]) -> dict[str, Any]:
     """The fix that places a dimension of one operand as the other has it, if the right side allows that."""
     first, second = (opened[n].factors[opened[n].names.index(name)].axes for n in pair)
-    [dst] = call.pattern.outputs
+    dst = call.dst
     right = next((atom.axes or () for atom in dst.atoms if atom.name == name), None)
     for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
         new = set(wanted) - set(have)
@@ -327,7 +325,7 @@ def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wan
     plain, there = layout.without_brackets(), moved.without_brackets()
     first = call.first(verb_for(plain, there), plain, there, index=index)
     inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
-    return call.around(first, inputs, call.pattern.outputs[0], index=index)
+    return call.around(first, inputs, call.dst, index=index)
 
 
 def _check_dots(call: Call, arrays: Sequence[Any]) -> None:

@@ -159,8 +159,7 @@ def exchange(
       [ 5  0 30 12 14 22 35 31] [ 0 -1  3  1  1  2  3  3] 2
     """
     call = open_call("exchange", layout, names, arrays=(rows, owner), arrow=False, example=_EXAMPLE)
-    [src] = call.pattern.inputs
-    dim = _counted(call, src)
+    dim = _counted(call)
     numbers = call.operand(owner, layout=Layout.from_dims([Dim(dim.atoms)]), name="owner")
     if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
         call.fail(f"owners are integers, not {numbers.x.dtype}.")
@@ -176,13 +175,14 @@ def exchange(
     operands = [own.operand(value, name="rows") for own, value in zip(calls, leaves, strict=True)]
     with call.scope():
         parts, owners, stayed = job.run(operands, numbers.x)
-    plain = src.without_brackets()
+    plain = call.src.without_brackets()
     parts = [own.result(part, plain) for own, part in zip(calls, parts, strict=True)]
     return jax.tree.unflatten(tree, parts), call.result(owners, numbers.layout), call.result(stayed, Layout("scalar"))
 
 
-def _counted(call: Call, src: Layout) -> Dim:
+def _counted(call: Call) -> Dim:
     """The dimension that counts the rows."""
+    src = call.src
     plain_dims(call, src, unnamed=True, literals=True)
     marked = [dim for dim in src.dims if dim.bracket]
     if len(marked) != 1 or len(marked[0].atoms) != 1:

@@ -383,12 +383,11 @@ def _in_place(job: Job) -> bool:
 
 
 def _nowhere(call: Call, job: Job) -> NoReturn:
-    [src] = call.pattern.inputs
     rule = (
         "a dimension must be whole while it is transformed, and no other dimension here can take over its axes. The "
         "only dimension of an array stays in place if it is complex and both sides divide it alike."
     )
-    got = [f'"{src.short}", of size {job.before[-1]}', call.frame.describe()]
+    got = [f'"{call.src.short}", of size {job.before[-1]}', call.frame.describe()]
     call.fail(rule, got=got, advice="gather it first, or give the array another dimension")
 
 
@@ -396,7 +395,7 @@ def _inexact(call: Call, x: Any) -> Any:
     """Numbers that XLA transforms: smaller floats become float32, integers and booleans JAX's default float."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if call.name == "fft.rfft":
-            fix = call.paste(call.pattern.inputs[0], call.pattern.outputs[0], name="fft.fft")
+            fix = call.paste(call.src, call.dst, name="fft.fft")
             call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix=fix)
         return x
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)

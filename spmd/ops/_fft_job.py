@@ -371,7 +371,7 @@ def _size_after(call: Call, atom: Atom, factor: Any, pad: bool, last: bool, leas
     size, fix = factor.size, None
     if last and call.name == "fft.rfft":
         size = frequencies(call, atom, size, pad)
-        fix = None if pad else call.paste(call.pattern.inputs[0], call.pattern.outputs[0], pad=True)
+        fix = None if pad else call.paste(call.src, call.dst, pad=True)
     elif last and call.name == "fft.irfft":
         size = _samples(call, atom, size, pad)
     if size < least:

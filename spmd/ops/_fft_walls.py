@@ -209,7 +209,7 @@ def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
       [ 0.  1.  2.  3. -4. -3. -2. -1.]
     """
     call = _one_dimension("fft.fftfreq", layout, names)
-    n = call.factor(call.pattern.inputs[0].dims[0].atoms[0]).size
+    n = call.factor(call.src.dims[0].atoms[0]).size
     i = iota(layout, **names)
     i = jnp.where(i < (n + 1) // 2, i, i - n)
     return i.astype(float) / (jnp.asarray(d, float) * n)
@@ -241,7 +241,7 @@ def rfftfreq(layout: str, /, n: int, d: Any = 1.0, *, pad: bool = False, **names
       [0. 1. 2. 3. 4.]
     """
     call = _one_dimension("fft.rfftfreq", layout, names)
-    [atom] = call.pattern.inputs[0].dims[0].atoms
+    [atom] = call.src.dims[0].atoms
     if fault := not_int("n, the number of samples,", n, 1):
         call.fail(fault, error=SizeError)
     size = frequencies(call, atom, n, pad)
@@ -266,7 +266,7 @@ def frequencies(call: Call, atom: Atom, n: int, pad: bool) -> int:
 
 def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
     call, dim = one_dimension(who, layout, names)
-    plain_dims(call, call.pattern.inputs[0])
+    plain_dims(call, call.src)
     if dim.composite:
         call.fail(f"{who} asks for a dimension with one name.", advice=f'as in {who}("kx")')
     return call

@@ -234,19 +234,18 @@ def _draw(
     sample: Callable[..., Any],
 ) -> Any:
     call = open_call(name, layout, names, arrays=(key,), arrow=False, example=f'{name}(key, "b/dp", b=8)')
-    [placed] = call.pattern.inputs
-    _check_layout(call, placed)
+    _check_layout(call, call.src)
     _check_number(call, **numbers)
     data = _key_words(call, key)
     # A bound that the compiler sees is folded at compile time, and the rounding then differs from that at run time.
     bounds = [lax.optimization_barrier(as_array(value, name, call.fail)) for name, value in numbers.items()]
-    shape = call.local_shape(placed)
+    shape = call.local_shape(call.src)
     if call.frame.explicit:
-        _check_equal(call, data, placed)
-        own = _block_key(call, data, placed, shape)
+        _check_equal(call, data, call.src)
+        own = _block_key(call, data, call.src, shape)
     else:
         own = _typed(data)
-    return mark(sample(own, shape, *bounds), placed, call.text, role="created", frame=call.frame)
+    return mark(sample(own, shape, *bounds), call.src, call.text, role="created", frame=call.frame)
 
 
 def uniform(

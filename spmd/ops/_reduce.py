@@ -58,8 +58,9 @@ def plain_dims(call: Call, *layouts: Layout, unnamed: bool = False, literals: bo
                 call.fail(rule, at=atom.span)
 
 
-def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
+def right_names(call: Call, have: Mapping[str, Any]) -> list[str]:
     """The factors of the right side, one per array axis, without literal 1s."""
+    dst = call.dst
     if dst.reduced:
         call.fail(
             f"{{R:{','.join(dst.reduced)}}} is made by defer, not by {call.name}.",
@@ -100,8 +101,7 @@ def land(
       names: The factors of the right side, one per array axis.
       linear: Whether partial results may be left (`{U:}`), as for sums.
     """
-    dst = call.pattern.outputs[0]
-    atoms = {atom.name: atom for atom in dst.atoms}
+    atoms = {atom.name: atom for atom in call.dst.atoms}
     scatters: list[tuple[int, Axes]] = []
     gone: set[str] = set()
     for position, name in enumerate(names):
@@ -115,9 +115,8 @@ def land(
         call.local(have[name].size, after, name, atoms[name].span)
         scatters.append((position, gained))
         gone.update(gained)
-    left = dst.unreduced
-    if left:
-        _check_left(call, dst, partial, linear)
+    left = call.dst.unreduced
+    _check_left(call, partial, linear)
     if not call.frame.explicit:  # whole arrays have no parts
         return Landing((), (), ())
     gone.update(left)
@@ -128,7 +127,6 @@ def _check_step(
     call: Call, atom: Atom, before: Axes, after: Axes, have: Mapping[str, Factor], partial: Mapping[str, str]
 ) -> None:
     """An output dimension may gain minor-most axes that carry partial results, and nothing else."""
-    dst = call.pattern.outputs[0]
     one, two = placed(atom.name, before), placed(atom.name, after)
     if after == before[: len(after)]:
         lost = "/".join(before[len(after) :])
@@ -141,7 +139,7 @@ def _check_step(
             f"{call.name} adds axes at the end of a dimension only: {one} on the left cannot become {two}. "
             "That is a relayout."
         )
-        axes = {name: have[name].axes for name in dst.names if name in have}
+        axes = {name: have[name].axes for name in call.dst.names if name in have}
         _refuse(call, atom, rule, partial, _in_two_lines(call, axes, "relayout"))
     for axis in after[len(before) :]:
         if axis in partial:
@@ -160,14 +158,13 @@ def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: 
 
 def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
     """The operation without the change of layout, and the verb that then makes the change."""
-    dst = call.pattern.outputs[0]
-    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), with_axes(dst, axes))
-    bare = dst.without_brackets()
+    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), with_axes(call.dst, axes))
+    bare = call.dst.without_brackets()
     return None if first is None else Fix(verb, (first,), f"{with_axes(bare, axes)} -> {bare.short}")
 
 
-def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:
-    for axis in dst.unreduced:
+def _check_left(call: Call, partial: Mapping[str, str], linear: bool) -> None:
+    for axis in call.dst.unreduced:
         at = call.mark_span("{U:", last=True)
         if not linear:
             call.refuse("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
@@ -272,21 +269,20 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     if not isinstance(op, str) or op not in RUN:
         advice = _SQUARES if op in ("var", "std") else None
         call.fail(not_one_of("op", op, RUN), advice=advice)
-    [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    plain_dims(call, src, unnamed=True, literals=True)
-    plain_dims(call, dst, literals=True)
+    plain_dims(call, call.src, unnamed=True, literals=True)
+    plain_dims(call, call.dst, literals=True)
     operand = call.operand(x)
     have = factors_by_name(operand)
-    right = right_names(call, dst, have)
+    right = right_names(call, have)
     if op not in LINEAR:
         call.complete(f"{op} of a partial sum is not {op} of its parts: psum first.")
-    partial = {axis: f"the operand is {{U:{axis}}}" for axis in src.unreduced}
+    partial = {axis: f"the operand is {{U:{axis}}}" for axis in call.src.unreduced}
     partial |= {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
     landing = land(call, have, partial, right, linear=op in LINEAR)
     if op in ("max", "min") and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
         call.fail(f"{op} needs numbers that are ordered, and the array is {operand.x.dtype}.")
     job = _Job(call, operand, right, landing)
-    call.closing(x, src, job.copies)
+    call.closing(x, call.src, job.copies)
     with call.scope():
         out = RUN[op](operand.x, job)
     return call.result(out)
@@ -310,7 +306,7 @@ class _Job:
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
         self.axes = call.frame.in_mesh_order(landing.all_axes)
         # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal.
-        closes = call.frame.explicit and call.pattern.outputs[0].is_scalar
+        closes = call.frame.explicit and call.dst.is_scalar
         loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages}
         self.copies = call.frame.in_mesh_order(loose) if closes else ()
         self.copy_count = call.frame.axis_size(self.copies)

@@ -145,7 +145,7 @@ def iota(layout: str, /, dtype: Any = jnp.int32, **names: Any) -> jax.Array:
       [0 1 2 3 4 5 6 7]
     """
     call = open_made("iota", layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     at = counted(call, made)
     if any(made.dims[at].margin):
         call.fail("iota has no meaning for a margin.", at=made.dims[at].span)
@@ -191,7 +191,7 @@ def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
     if not isinstance(layout, str) and hasattr(layout, "shape"):
         raise LayoutError(f'{who} makes an array, so its first argument is a layout: {who}("b/dp d").')
     call = open_call(who, layout, names, inputs=1, arrow=False, example=f'{who}("b/dp", b=8)')
-    [made] = call.pattern.inputs
+    made = call.src
     for dim in made.dims:
         if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
             call.fail(f"{who} needs to know every size, so every dimension has a name.", at=dim.span)
@@ -200,7 +200,7 @@ def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
 
 def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names: Mapping[str, Any]) -> Any:
     call = open_made(who, layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     if np.ndim(value) != 0:
         call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.")
     check_array(value, "the value", call.fail, dtype)
@@ -483,7 +483,7 @@ def linspace(
       [0.   0.25 0.5  0.75 1.   1.25 1.5  1.75]
     """
     call = open_made("linspace", layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     for what, value in (("start", start), ("stop", stop)):
         check_array(value, what, call.fail)
         if np.ndim(value) != 0:
@@ -597,7 +597,7 @@ def _check_sides(call: Call, grid: Layout) -> None:
 def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
     """`from_function` inside a kernel."""
     call = open_made("from_function", layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     if made.unreduced or made.reduced:
         call.fail("from_function makes complete values, without marks.")
     if not callable(fn):

@@ -9,26 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat
 from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm._marks import constrain
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout
-from spmd.modes import Frame, inner
+from spmd.modes import inner
 from spmd.ops._along import along
-from spmd.ops._halo import (
-    Edges,
-    Margins,
-    check_sides,
-    halo,
-    margins_of,
-    read_edges,
-    widened,
-    wider_dims,
-    with_margins,
-    without_margins,
-)
+from spmd.ops._halo import Edges, halo, read_edges, with_margins, without_margins
 from spmd.ops._local import local
 
 _halo, _local = inner(halo), inner(local)
@@ -241,100 +228,3 @@ def _applied(call: Call, fn: Callable[..., Any], edge: Edges, corners: bool, arr
         rule = f'fn returns what "{output.short}" says, of shape {wanted} here.'
         call.fail(rule, got=[f"fn returned shape {jnp.shape(out)}"], error=SizeError)
     return call.result(out, output)
-
-
-# --- `deposit`: what lies in margins is added to its owners. The way back of a halo -----------------------------------
-
-T = TypeVar("T")
-
-
-def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T:
-    """Add what lies in margins to the elements that it belongs to: `deposit(rho, "1+x/a+1 y -> x/a y")`.
-
-    Each device has added something to a block with margins, as particles do near a border. What it added to a margin
-    belongs to elements of other devices. So a margin here holds contributions, not copies: the array that is meant is
-    the sum of all blocks, each at its place. What is computed from an array with the margins of a `halo` is added to a
-    new array, or the copies count too. On the whole array a deposit is the transpose of `jnp.pad`: what lies beyond the
-    ends is added where `halo` would copy it from. It is the transpose of `halo` with the same edge, and each is the
-    gradient of the other.
-
-    Margins may have any width, even wider than a block, on any number of dimensions, divided or whole. What lies in
-    corners arrives too. A margin may also get narrower without going away.
-
-    Communication: that of the halo, in reverse: one collective-permute for each dimension with margins and for each
-    side, or several if it is wider than a block, together as many bytes as the margins. Backward the halo.
-
-    Args:
-      x: An array or a pytree of arrays of this layout, of numbers.
-      pattern: `"layout -> layout"`, with the same dimensions and axes, and narrower margins on the right.
-      edge: Where contributions beyond the ends of the array go, as in `halo`: one edge for all dimensions, a pair for
-        the low and the high end, or a dict with an entry for each dimension with margins. "periodic" adds them at the
-        other end. "zero" drops them. "edge" adds them to the last element. "symmetric" and "reflect" add each to its
-        mirror image; "antisymmetric" subtracts it there; "antireflect" subtracts it there and adds it twice to the last
-        element.
-      **names: Sizes or mesh axes of names in the pattern.
-
-    Returns:
-      The array with what was in its margins, and without them.
-
-    Raises:
-      LayoutError: If the sides differ in more than margins, a margin gets wider, a dimension in several parts has a
-        margin, the array holds booleans, or an edge is unknown, a number other than zero, or names a dimension that
-        the pattern lacks.
-      SizeError: If a mirrored margin is wider than the array, or, for a wall on the last element, as wide.
-
-    Example:
-      >>> import jax.numpy as jnp, spmd
-      >>> mesh = spmd.make_mesh(a=4)
-      >>> @spmd.kernel("x/a -> x/a", mesh=mesh)
-      ... def to_both_sides(u):
-      ...     # each element adds to the ones before and after it
-      ...     wide = jnp.pad(u, (0, 2)) + jnp.pad(u, (2, 0))
-      ...     return spmd.stencil.deposit(wide, "1+x/a+1 -> x/a")
-      >>> print(to_both_sides(jnp.arange(8)))
-      [ 8  2  4  6  8 10 12  6]
-    """
-    example = 'stencil.deposit(x, "1+b/dp+1 d -> b/dp d")'
-    also = {} if isinstance(edge, str) and edge == "periodic" else None
-    call = open_call("stencil.deposit", pattern, names, arrays=(x,), example=example, also=also)
-    check_sides(call)
-    [wide], [narrow] = call.pattern.inputs, call.pattern.outputs
-    edges = read_edges(call, edge, (wide,), wider_dims(narrow, wide))
-    _check_edges(call, edges)
-
-    def leaf(own: Call, operand: Operand) -> Any:
-        if operand.x.dtype == jnp.bool_:
-            own.fail("a deposit adds numbers, and the array holds booleans.")
-        return _narrowed(call.frame, operand.x, margins_of(own, operand, narrow, wide, edges))
-
-    return call.each(x, leaf, margins=True)
-
-
-def _narrowed(frame: Frame, x: Any, margins: list[Margins]) -> Any:
-    """The transpose of `widened`, at an array of its result's shape."""
-    if frame.explicit:  # typed as what a permute gives, so that nothing is summed
-        x = _compat.pvary(x, frame.in_mesh_order({axis for one in margins for axis in one.axes}))
-    narrow = x
-    for one in margins:
-        low, high = one.wider
-        narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
-    return jax.linear_transpose(lambda y: widened(_gathered(frame, y, margins), margins), narrow)(x)[0]
-
-
-def _gathered(frame: Frame, x: Any, margins: list[Margins]) -> Any:
-    """In auto mode each dimension whole whose margin is as wide as a block. XLA's partitioner fails at the gradient of
-    some of these, and a device needs all of another block there."""
-    if frame.mode != "auto":
-        return x
-    small = {m.dim for m in margins if m.axes and max(m.want) * frame.axis_size(m.axes) >= m.size}
-    if not small:
-        return x
-    layout = Layout(" ".join(f"d{i}" if i in small else f"1+d{i}" for i in range(x.ndim)))  # with a margin: left open
-    return constrain(x, layout, frame)
-
-
-def _check_edges(call: Call, edges: Edges) -> None:
-    ends = [*edges.named.values(), *([edges.others] if edges.others else [])]
-    if any(end.kind == "constant" for pair in ends for end in pair):
-        rule = "deposit cannot add to a fixed number beyond the ends of the grid."
-        call.fail(rule, advice='edge="zero" drops what lies there')

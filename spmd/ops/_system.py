@@ -30,7 +30,6 @@ class System:
     Attributes:
       call: The call.
       calls: The same for each array of the right side, which has its own sizes.
-      lies: The layout of the right side.
       apply: The function; see `_held`.
       precondition: The same, or None.
       b: The right side, an array or a pytree of arrays, with the type that a solution has: it varies wherever what the
@@ -45,7 +44,6 @@ class System:
 
     call: Call
     calls: tuple[Call, ...]
-    lies: Layout
     apply: Apply
     precondition: Apply | None
     b: Any
@@ -82,7 +80,7 @@ class System:
     def vector(self, x: Any) -> Any:
         """A vector like the right side, as a result."""
         leaves, tree = jax.tree.flatten(x)
-        return tree.unflatten([own.result(x, self.lies) for own, x in zip(self.calls, leaves, strict=True)])
+        return tree.unflatten([own.result(x, own.src) for own, x in zip(self.calls, leaves, strict=True)])
 
     def scalar(self, x: Any) -> jax.Array:
         """A number that all devices have alike, as a result."""
@@ -103,8 +101,7 @@ def system(
     """Read a call. `how` is what only this solver is told."""
     example = f'{name}(apply, b, "x/a y")'
     call = open_call(f"linalg.{name}", layout, names, arrays=(b,), arrow=False, example=example, shown=("b",))
-    [lies] = call.pattern.inputs
-    plain_dims(call, lies, unnamed=True, literals=True)
+    plain_dims(call, call.src, unnamed=True, literals=True)
     call.complete("the right side is complete: the steps divide by its length.")
     leaves = jax.tree.leaves(b)
     if not leaves:
@@ -120,7 +117,7 @@ def system(
     size = sum(math.prod(factor.size for factor in operand.factors) for operand in operands)
     b = _typed(call, {"apply(b)": apply, "precondition(b)": precondition}, jax.tree.map(jnp.asarray, b), x0)
     held = (_held(apply, b), precondition and _held(precondition, b))
-    return solver(call, calls, lies, *held, b, typed(x0, varying(b)), axes, size, **how)
+    return solver(call, calls, *held, b, typed(x0, varying(b)), axes, size, **how)
 
 
 def _held(fn: Apply, like: Any) -> Apply:

@@ -69,7 +69,7 @@ def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:
     dim = _indexed(call, rows)
     _check_ids(call, [numbers])
     have = _factors(call, rows, numbers, dim)
-    right = right_names(call, call.pattern.outputs[0], have)
+    right = right_names(call, have)
     if missing := [n for n in have if n not in right]:
         gone = have[missing[0]]
         call.fail(f"take keeps every dimension, and {gone.name} is on the left only.", at=gone.span)
@@ -224,11 +224,11 @@ def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count",
     added = call.operand(rows, 0, name="rows")
     numbers = [call.operand(one, 1, name="ids") for one in every]
     have = factors_that_agree(call, [added, numbers[0]])
-    owners = owner_of_axes(call, have, call.pattern.outputs[0].names)
+    owners = owner_of_axes(call, have, call.dst.names)
     keys = _keys(call, owners, added, numbers)
     rest = [name for name in added.names if name not in numbers[0].names]
     known = {name: have[name] for name in rest} | {key.name: key for key in keys}
-    right = right_names(call, call.pattern.outputs[0], known)
+    right = right_names(call, known)
     if missing := [name for name in known if name not in right]:
         gone = have[missing[0]]
         rule = (
@@ -241,14 +241,14 @@ def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count",
         table, lost = _table(call, added, numbers, keys, rest)
         table = finish(rearranged(table, [[name] for name in known], [[name] for name in right]), landing)
         lost = _lax.psum(lost, call.frame.in_mesh_order(summed)) if call.frame.explicit else lost
-    table = call.result(table, call.pattern.outputs[0].without_brackets())
+    table = call.result(table, call.dst.without_brackets())
     return (table, call.result(lost, Layout("scalar"))) if outside == "count" else table
 
 
 def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[Operand]) -> tuple[Factor, ...]:
     """The dimensions of the table that the ids count, as large as the table is before its parts are summed: divided by
     the axes in front that divide no rows."""
-    dst, first = call.pattern.outputs[0], numbers[0]
+    dst, first = call.dst, numbers[0]
     marked = [dim for dim in dst.dims if dim.bracket]
     if len(marked) != len(numbers) or any(len(dim.atoms) != 1 for dim in marked):
         rule = "scatter_add has an array of ids for each dimension of the table in brackets, which has one name."
