@@ -140,8 +140,7 @@ def slice_block(x: Any, axis: str, dim: int, parts: int) -> Any:
     gathered copy nothing is sent, and the zero-padded cotangent is a partial sum."""
     index = lax.axis_index(axis)
     if axis in _compat.varying_axes(x) or axis not in _compat.manual_axes():
-        size = x.shape[dim] // parts
-        return lax.dynamic_slice_in_dim(x, index * size, size, dim)
+        return _split_run(x, index, dim=dim, parts=parts, axis=axis)
     return _split_p.bind(x, index, dim=dim, parts=parts, axis=axis)
 
 

@@ -252,9 +252,8 @@ def plan(
         prefer=prefer,
         hardware=profile if prefer == "latency" else None,
     )
-    for layout in (source, target):
-        for atom in layout.atoms:
-            call.factor(atom)  # divides, or an error
+    for atom in target.atoms:
+        call.factor(atom)  # divides, or an error
     known = {atom.name: call.factor(atom).size for atom in source.atoms if atom.named}
     return as_plan(route(request), request, (source, target), known, kind, profile)
 

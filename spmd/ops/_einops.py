@@ -299,19 +299,16 @@ def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Facto
 def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, int]) -> dict[str, Any]:
     """The fix that places a dimension of one operand as the other has it, if the right side allows that."""
     first, second = (opened[n].factors[opened[n].names.index(name)].axes for n in pair)
-    dst = call.dst
-    right = next((atom.axes or () for atom in dst.atoms if atom.name == name), None)
-    for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
-        new = set(wanted) - set(have)
-        layout = opened[index].layout.without_brackets()
-        if right not in (None, wanted) or new & {*layout.axis_names} or have != wanted[: len(have)]:
-            continue
-        # Cutting a whole dimension into blocks costs nothing. The right side says whether they are summed.
-        return {"fix": _placed_as(call, opened, name, index, wanted)}
-    for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
-        lost = set(have) - set(wanted)
-        if right in (None, wanted) and have[: len(wanted)] == wanted and not lost & {*dst.axis_names}:
-            return {"fix": _placed_as(call, opened, name, index, wanted)}
+    right = next((atom.axes or () for atom in call.dst.atoms if atom.name == name), None)
+    sides = (pair[0], first, second), (pair[1], second, first)
+    # Cutting a whole dimension into blocks costs nothing, so that comes before a gather. The right side says whether
+    # they are summed.
+    for cuts in (True, False):
+        for index, have, wanted in sides:
+            few, many, used = (have, wanted, opened[index].layout) if cuts else (wanted, have, call.dst)
+            fits = many[: len(few)] == few and not {*many[len(few) :]} & {*used.axis_names}
+            if right in (None, wanted) and fits:
+                return {"fix": _placed_as(call, opened, name, index, wanted)}
     return {"advice": f"relayout one of them: {placed(name, first)} and {placed(name, second)} are to be the same"}
 
 

@@ -262,7 +262,6 @@ class SplitStage:
     Attributes:
       layer: The stage.
       consts: What it closes over. It has no gradient.
-      recipe: How its backward pass is put together again from what is kept.
       cut: The backward pass of weights, what is kept, and cotangents, in two parts.
       kept: The types of what the forward pass keeps.
       crossing: The types of what the first part of the backward pass keeps for the second.
@@ -271,7 +270,6 @@ class SplitStage:
 
     layer: Layer
     consts: list[Any]
-    recipe: Any
     cut: Cut
     kept: list[Any]
     crossing: list[Any]
@@ -296,14 +294,14 @@ class SplitStage:
 
             cut = _cut(pull, weights, kept, cotangent)
             crossing = cut.run_first([*weights, *kept, *cotangent])[1]
-            found.append((recipe, cut, len(cotangent)))
+            found.append((cut, len(cotangent)))
             return kept, crossing
 
         traced, shapes = jax.make_jaxpr(probe, return_shape=True)(weights, x)
         count = len(shapes[0])
-        [(recipe, cut, cotangents)] = found
+        [(cut, cotangents)] = found
         types = traced.out_avals
-        return SplitStage(layer, consts, recipe, cut, types[:count], types[count:], cotangents)
+        return SplitStage(layer, consts, cut, types[:count], types[count:], cotangents)
 
     def forward(self, weights: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         """The result, and what is kept."""
