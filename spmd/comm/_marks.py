@@ -35,7 +35,6 @@ fused_p = _compat.linear_primitive(
     abstract=lambda aval, **_: aval,
     run=lambda x, **_: x,
     transpose=_retraced,
-    batch=lambda args, dims, **params: (fused_p.bind(*args, **params), dims[0]),
 )
 
 

@@ -577,15 +577,10 @@ def _global(operand: Operand, blocks: int, perm: list[tuple[int, int]]) -> Any:
     return moved.reshape(shape)
 
 
-def _roll_batch(args: Any, dims: Any, *, by: int, axis: int) -> Any:
-    [x], [batch] = args, dims
-    return roll_p.bind(x, by=by, axis=axis + 1 if batch <= axis else axis), batch
-
-
 roll_p = _compat.linear_primitive(
     "spmd_roll",
     abstract=lambda x, **_: x,
     run=lambda x, *, by, axis: jnp.roll(x, by, axis=axis),
     transpose=lambda cotangent, *, by, axis: roll_p.bind(cotangent, by=-by, axis=axis),
-    batch=_roll_batch,
+    along="axis",
 )
