@@ -730,8 +730,13 @@ class Call:
         """The shape here of an array of this layout, from the sizes bound so far."""
         shape: list[int] = []
         for dim in layout.dims:
-            parts = self._parts(dim)
-            shape += parts if dim.ellipsis else [math.prod(parts)]
+            if dim.ellipsis:
+                shape += self.ellipsis_shape()
+            else:
+                size = 1
+                for atom in dim.atoms:
+                    size *= self.factor(atom).local
+                shape.append(size + sum(dim.margin))
         return tuple(shape)
 
     def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
@@ -742,11 +747,11 @@ class Call:
         else:
             shape = self.local_shape(layout)
         x = x if x.shape == shape else self._closed(x, layout, shape)
-        before = dict.fromkeys(axis for one in self.pattern.inputs for axis in one.axis_names)
-        gone = tuple(axis for axis in before if axis not in layout.axis_names)
+        before = dict.fromkeys([axis for one in self.pattern.inputs for axis in one.axis_names])
+        gone = tuple([axis for axis in before if axis not in layout.axis_names])
         # A reshape does not show which dimension an axis divides, if some have one element on a device.
-        closed = any(dim.composite and dim.axes for one in self.pattern.layouts for dim in one.dims)
-        due = closed and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
+        closed = [dim for one in self.pattern.layouts for dim in one.dims if dim.composite and dim.axes]
+        due = bool(closed) and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
         return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=due)
 
     def _closed(self, x: Any, layout: Layout, shape: tuple[int, ...]) -> Any:

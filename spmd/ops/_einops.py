@@ -138,7 +138,7 @@ def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
 
 def _check_names(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
     """All names of the left side are on the right, and in `rearrange` no others."""
-    right = {"1", *(atom.name for atom in call.dst.atoms)}
+    right = {"1", *[atom.name for atom in call.dst.atoms]}
     if gone := [f for f in operand.factors if f.name not in right and not f.name.startswith("...")]:
         sums = call.paste(operand.layout, call.dst, name="reduce")
         rule = f"{call.name} keeps every dimension, and {gone[0].name} is on the left only."
@@ -379,9 +379,9 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
 
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:
-    names = dict.fromkeys(name for operand in opened for name in operand.names)
+    names = dict.fromkeys([name for operand in opened for name in operand.names])
     if len(names) > len(string.ascii_letters):
         call.fail(f"einsum takes up to {len(string.ascii_letters)} dimensions in all.")
     letters = dict(zip(names, string.ascii_letters, strict=False))
-    *left, out = ("".join(map(letters.__getitem__, one)) for one in (*(operand.names for operand in opened), right))
+    *left, out = ["".join(map(letters.__getitem__, one)) for one in [*(operand.names for operand in opened), right]]
     return f"{','.join(left)}->{out}"
