@@ -15,8 +15,9 @@ from spmd import _compat, axis_size, iota, repeat, scope, typeof
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, ReplicationError, SizeError
 from spmd.modes import current_frame
+from spmd.nn.norm import wide
 from spmd.parallel._cut import SplitStage
-from spmd.parallel._rematerialize import checked_axes
+from spmd.parallel._rematerialize import checked_axes, differentiable
 from spmd.parallel.pipelining import (
     Axes,
     Tree,
@@ -246,7 +247,7 @@ def _run(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> tuple
     dx = [_zeros(one, one.shape) for one in floats]
     value = jax.eval_shape(jax.vmap(plan.part), head, _at(x, 0), _at(targets, 0))
     split = _split(plan, params, x) if plan.schedule.order == "zb-h1" else None
-    sums = _Sums(_accumulators(params), _accumulators(head), _zeros(value, (1,), _wide(value)))
+    sums = _Sums(_accumulators(params), _accumulators(head), _zeros(value, (1,), wide(value)))
     places = _Left([], []) if split is None else _nothing_left(split, (ticks.kept,), (ticks.delayed,))
 
     def tick(carry: Any, now: Any) -> tuple[Any, None]:
@@ -400,18 +401,14 @@ def _nothing_left(split: SplitStage, kept: tuple[int, ...] = (), delayed: tuple[
 
 def _floats(tree: Tree) -> list[Any]:
     """The leaves that have a gradient."""
-    return [one for one in jax.tree.leaves(tree) if jnp.issubdtype(one.dtype, jnp.inexact)]
+    return [one for one in jax.tree.leaves(tree) if differentiable(one)]
 
 
 def _like(tree: Tree, floats: list[Any], *, keep: bool = False) -> Tree:
     """A tree with these as the leaves that have a gradient. The others are None, or stay if `keep`."""
     those = iter(floats)
-    leaves, structure = jax.tree.flatten(tree)
-    found = []
-    for one in leaves:
-        floating = jnp.issubdtype(one.dtype, jnp.inexact)
-        found.append(next(those).astype(one.dtype) if floating else one if keep else None)
-    return structure.unflatten(found)
+    new = lambda one: next(those).astype(one.dtype) if differentiable(one) else one if keep else None
+    return jax.tree.map(new, tree)
 
 
 def _at(tree: Tree, i: Any, dim: int = 1) -> Tree:
@@ -430,12 +427,7 @@ def _put(places: Tree, new: Tree, at: Any, dim: int = 1) -> Tree:
 
 
 def _accumulators(tree: Tree) -> list[Any]:
-    return [_zeros(one, one.shape, _wide(one)) for one in _floats(tree)]
-
-
-def _wide(x: Any) -> Any:
-    """The dtype in which arrays like this are added up."""
-    return x.dtype if x.dtype.itemsize >= 4 else jnp.float32
+    return [_zeros(one, one.shape, wide(one)) for one in _floats(tree)]
 
 
 def _sum(total: Any, one: Any) -> Any:
