@@ -286,7 +286,8 @@ def linear_primitive(
     abstract: Callable[..., Any],
     run: Callable[..., Any],
     transpose: Callable[..., Any],
-    batch: Callable[..., Any],
+    batch: Callable[..., Any] | None = None,
+    along: str | None = None,
 ) -> Primitive:
     """A primitive linear in its first operand, the others being integer indices.
 
@@ -295,7 +296,8 @@ def linear_primitive(
       abstract: Avals and parameters to the output aval.
       run: What it computes, in `jax.lax`.
       transpose: The cotangent and parameters to the cotangent of the first operand.
-      batch: `(args, dims, **params) -> (output, dim)`, as a batching rule.
+      batch: `(args, dims, **params) -> (output, dim)`, as a batching rule. By default the new dimension stays in place.
+      along: The parameter that counts a dimension, which then is one further behind.
     """
     op = Primitive(name)
     op.def_impl(run)
@@ -314,9 +316,14 @@ def linear_primitive(
             return (ad.Zero(x.aval), *nothing)
         return (transpose(cotangent, **params), *nothing)
 
+    def batched(args: Any, dims: Any, **params: Any) -> Any:
+        if along is not None:
+            params[along] += dims[0] <= params[along]
+        return op.bind(*args, **params), dims[0]
+
     ad.primitive_jvps[op] = jvp
     ad.primitive_transposes[op] = transposed
-    batching.primitive_batchers[op] = batch
+    batching.primitive_batchers[op] = batch or batched
     return op
 
 
@@ -351,18 +358,13 @@ def _alone_transpose(name: str, cotangent: Any, *, axes: tuple[str, ...], all_ga
     return alone(_TRANSPOSES.get(name, name), cotangent, axes, all_gather_dimension)
 
 
-def _alone_batch(name: str, args: Any, dims: Any, *, all_gather_dimension: int, **how: Any) -> Any:
-    inner = all_gather_dimension + (dims[0] <= all_gather_dimension)
-    return _ALONE[name].bind(*args, all_gather_dimension=inner, **how), dims[0]
-
-
 _ALONE = {
     name: linear_primitive(
         name,
         abstract=functools.partial(_alone_type, name),
         run=lambda x, **_: x,
         transpose=functools.partial(_alone_transpose, name),
-        batch=functools.partial(_alone_batch, name),
+        along="all_gather_dimension",
     )
     for name in (*_EQUAL, *_TRANSPOSES, "all_to_all")
 }

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn, get_args
 
@@ -120,19 +120,17 @@ def open_call(
     """
     frame = frame or current_frame(f"spmd.{name}")
     if str in map(type, arrays) or not isinstance(pattern, (str, Pattern, Layout)):
-        first = next((a for a in arrays if isinstance(a, str)), None)
-        rule = (
-            f"the {'pattern' if arrow else 'layout'} is a string, not {kind_of(pattern)}."
-            if first is None
-            else f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the "
-            f"{'pattern' if arrow else 'layout'}."
-        )
-        fix = None
+        first, what = next((a for a in arrays if isinstance(a, str)), None), "pattern" if arrow else "layout"
+        rule, fix = f"the {what} is a string, not {kind_of(pattern)}.", None
+        if first is not None:
+            rule = f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the {what}."
         if first is not None and also is not None:
             fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
         raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
-    _check_layouts(text, pattern, arrow, frame, example)
+    if arrow and isinstance(pattern, str) and pattern.strip() in frame.axis_names:  # as the collectives of `jax.lax`
+        rule = f"the string holds the layouts before and after, and '{pattern.strip()}' is an axis of the mesh."
+        raise LayoutError(rule, call=text, advice=f"as in {example}")
     written = pattern if isinstance(pattern, Pattern) else Pattern(str(pattern), arrow=arrow, call=text)
     sizes, axes = split_keywords(text, written, binds) if binds else ({}, {})
     if frame.watched:
@@ -147,10 +145,9 @@ def open_call(
         placed = resolve(written, written.source, renames, frame.mapping)
     except LayoutError as error:
         raise LayoutError(replace(error.fault, call=text)) from None
-    call = Call(name, text, written, placed, frame)
-    call.arrays, call.names, call.held = len(arrays), shown, tuple(map(tag_of, arrays))
+    call = Call(name, text, written, placed, frame, len(arrays), shown, also, sizes, tuple(axes))
+    call.held = tuple(map(tag_of, arrays))
     call.shapes = tuple(getattr(one, "shape", None) for one in arrays)
-    call.also, call.given, call.said = also, sizes, tuple(axes)
     call.check_counts(len(arrays) if inputs is None else inputs, outputs)
     if not call.mesh.keys() >= set(placed.axis_names):
         call.no_axis()
@@ -159,47 +156,52 @@ def open_call(
     return call
 
 
-def _check_layouts(text: str, pattern: Any, arrow: bool, frame: Frame, example: str) -> None:
-    """The collectives of `jax.lax` take the name of an axis where a pattern stands here."""
-    if arrow and isinstance(pattern, str) and pattern.strip() in frame.axis_names:
-        rule = f"the string holds the layouts before and after, and '{pattern.strip()}' is an axis of the mesh."
-        raise LayoutError(rule, call=text, advice=f"as in {example}")
-
-
+@dataclass(eq=False)
 class Call:
     """One call of a string operation.
 
     `written` is its pattern as the user wrote it, `pattern` the same with axes renamed and bare names placed.
     """
 
-    def __init__(self, name: str, text: str, written: Pattern, pattern: Pattern, frame: Frame):
-        self.name = name
-        self.text = text
-        self.written = written
-        self.pattern = pattern
-        self.frame = frame
-        self.mesh = dict(frame.sizes)
-        self.sizes = dict(frame.known)
-        self.arrays = 1
-        self.held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
-        self.names: tuple[str, ...] | None = None  # how messages call the arrays, where not x, y and so on
-        self.also: Mapping[str, Any] | None = None
-        self.shapes: tuple[tuple[int, ...] | None, ...] = ()  # of the arrays, here
-        self.given: Mapping[str, int] = {}  # the sizes among its keywords
-        self.said: tuple[str, ...] = ()  # the axes of its string that keywords bind
-        self.gather: Gather | None = None
-        self.to: To = "varying"
+    name: str
+    text: str
+    written: Pattern
+    pattern: Pattern
+    frame: Frame
+    arrays: int
+    names: tuple[str, ...] | None  # how messages call the arrays, where not x, y and so on
+    also: Mapping[str, Any] | None
+    given: Mapping[str, int]  # the sizes among its keywords
+    said: tuple[str, ...]  # the axes of its string that keywords bind
+    held: tuple[Known | None, ...] = ()  # how the arrays lie, where an operation of ours or the kernel says it
+    shapes: tuple[tuple[int, ...] | None, ...] = ()  # of the arrays, here
+    gather: Gather | None = None
+    to: To = "varying"
+
+    def __post_init__(self) -> None:
+        self.mesh = dict(self.frame.sizes)
+        self.sizes = dict(self.frame.known)
+
+    @property
+    def src(self) -> Layout:
+        """The layout of the first array."""
+        return self.pattern.inputs[0]
+
+    @property
+    def dst(self) -> Layout:
+        """The layout of the first result."""
+        return self.pattern.outputs[0]
 
     def type_copies(self, to: Any) -> None:
         """Decide JAX's type of what this call gathers: what the user says, or else what the kernel chose for this
         place. Where the kernel is traced again, what is traced in `scope` knows the call."""
         if to not in (None, "varying", "invarying"):
-            self.fail(not_one_of("to", to, get_args(To)), error=LayoutError)
+            self.fail(not_one_of("to", to, get_args(To)))
         frame = self.frame
         if frame.explicit and (frame.diagnosing or frame.invarying):
             where = place() if to is None else None
             chosen = where is not None and not frame.invarying.isdisjoint((where, EVERYWHERE))
-            again = self.paste(self.pattern.inputs[0], self.pattern.outputs[0], to="invarying")
+            again = self.paste(self.src, self.dst, to="invarying")
             self.gather = Gather(where, again, chosen)
             to = "invarying" if chosen else to
         self.to = to or "varying"
@@ -226,6 +228,25 @@ class Call:
         other.sizes = dict(self.sizes)
         return other
 
+    def each(
+        self,
+        x: Any,
+        compute: Callable[[Call, Operand], Any],
+        layout: Layout | None = None,
+        *,
+        margins: bool = False,
+    ) -> Any:
+        """The result of this call for each leaf of a pytree: what `compute` makes of it, in the call's scope."""
+
+        def leaf(value: Any) -> Any:
+            own = self.fork()
+            operand = own.operand(value, margins=margins)
+            with self.scope():
+                out = compute(own, operand)
+            return own.result(out, layout)
+
+        return jax.tree.map(leaf, x)
+
     # --- errors -------------------------------------------------------------------------------------------
 
     @property
@@ -241,12 +262,16 @@ class Call:
         got: Sequence[str] = (),
         fix: str | Fix | Sequence[str | Fix] | None = None,
         advice: str | None = None,
-        error: type[SpmdError] = CommunicationError,
+        error: type[SpmdError] = LayoutError,
     ) -> NoReturn:
         """Raise `error` with this call, the fault underlined, the mesh, the fix and advice."""
         span = at if at and at[1] > at[0] else None
         shown = {"call": self.text, "source": self.written.source, "span": span}
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
+
+    def refuse(self, rule: str, **how: Any) -> NoReturn:
+        """Raise a `CommunicationError`, as `fail` does: the call would have to send what its string does not say."""
+        self.fail(rule, **how, error=CommunicationError)
 
     @if_possible
     def paste(self, *sides: Layout | str, name: str | None = None, **keywords: Any) -> Fix | None:
@@ -282,6 +307,11 @@ class Call:
         right = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
         first = self.first("psum", marked, whole, index=index)
         return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
+
+    def complete(self, rule: str, index: int = 0) -> None:
+        """Refuse an operand that is a partial sum, and say which psum comes first."""
+        if self.pattern.inputs[index].unreduced:
+            self.refuse(rule, fix=self.summed_first(index))
 
     @if_possible
     def with_slashes(self, pattern: Pattern | None = None) -> Fix | None:
@@ -345,16 +375,11 @@ class Call:
     def check_counts(self, inputs: int | None, outputs: int | None) -> None:
         left, right = self.pattern.inputs, self.pattern.outputs
         if inputs is not None and len(left) != inputs:
-            arrays, layouts = (
-                f"{inputs} array{'s' * (inputs != 1)}",
-                f"{len(left)} layout{'s' * (len(left) != 1)}",
-            )
-            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.", error=LayoutError)
+            arrays = f"{inputs} array{'s' * (inputs != 1)}"
+            layouts = f"{len(left)} layout{'s' * (len(left) != 1)}"
+            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.")
         if outputs is not None and self.pattern.arrow and len(right) != outputs:
-            self.fail(
-                f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.",
-                error=LayoutError,
-            )
+            self.fail(f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.")
 
     def no_axis(self) -> NoReturn:
         """Complain about a mesh axis of the pattern that the mesh does not have."""
@@ -470,7 +495,7 @@ class Call:
         if not margins:
             self.no_margins(layout)
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
-        x = as_array(x, label, functools.partial(self.fail, error=LayoutError))
+        x = as_array(x, label, self.fail)
         known = tag_of(x)
         told = known is not None and same_axes(known.layout, layout) is True
         bound = bind([(label, x.shape, layout)], self.mesh, known=self.sizes, local=self.frame.explicit, together=True)
@@ -507,7 +532,7 @@ class Call:
         for dim in layout.dims:
             if dim.margin != (0, 0):
                 rule = f"{self.name} has no meaning for a margin: the copies of the neighbours would count twice."
-                self.fail(rule, at=dim.span, error=LayoutError)
+                self.fail(rule, at=dim.span)
 
     @if_possible
     def _spaced(self) -> Fix | None:
@@ -543,7 +568,7 @@ class Call:
         equal = self.frame.in_mesh_order({a for a in layout.unreduced if a in manual and a not in have})
         if equal:
             n = self.frame.axis_size(equal)
-            self.fail(
+            self.refuse(
                 f"{label} is equal on {', '.join(equal)}, so it is not a partial sum: summing {n} "
                 f"copies multiplies it by {n}.",
                 at=self.mark_span("{U:"),
@@ -562,7 +587,7 @@ class Call:
         lost = self.frame.in_mesh_order(set(have.unreduced) - set(layout.unreduced))
         if lost:
             done = Layout.from_dims(have.dims, reduced=have.reduced)
-            self.fail(
+            self.refuse(
                 f'{label} is a partial sum on {", ".join(lost)}, and is read as "{layout.short}", which is complete.',
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
                 fix=self.first("psum", have, done, index=index, of=name),
@@ -570,7 +595,7 @@ class Call:
         blocks = self.frame.in_mesh_order(set(have.axes) & set(layout.unreduced))
         if blocks:
             gather = self.first("all_gather", have, have.without(*blocks), index=index, of=name)
-            self.fail(
+            self.refuse(
                 f'{label} holds "{have.short}": blocks over {", ".join(blocks)}, which are not terms of a sum.',
                 at=self.mark_span("{U:"),
                 got=[f'"{have.short}": {origin}', self.frame.describe()],
@@ -589,24 +614,24 @@ class Call:
             else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
         )
         if (named := self._named(have, layout)) is not None:
-            self.fail(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
+            self.refuse(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
         if fix is not None and fix.verb == "split" and (short := self._too_few(have, wanted or have)) is not None:
-            self.fail(rule, at=at, got=[*got, short])
+            self.refuse(rule, at=at, got=[*got, short])
         told = self._keyword(layout.dims[position], have.dims[position].axes, fix)
         told = told or self._rather(fix, have, index, {*have.axes} - {*layout.axes})
         if told is not None:
-            self.fail(rule, at=at, got=got, advice=told)
+            self.refuse(rule, at=at, got=got, advice=told)
         if meant is not None and fix and fix.verb == "all_gather" and self._along(layout, have):
             left = ", ".join(meant.short if i == index else one.short for i, one in enumerate(self.pattern.inputs))
             again = self.paste(left, *([self._text(*self.pattern.outputs)] if self.pattern.arrow else []))
             string = "" if again else f'"{meant.short}" in this string: '
-            self.fail(rule, at=at, got=got, fix=again, advice=f"{string}{self.name} works along a divided dimension")
-        turned = fix and self.name in _MOVES and same_axes(have, self.pattern.outputs[0]) is True
+            self.refuse(rule, at=at, got=got, fix=again, advice=f"{string}{self.name} works along a divided dimension")
+        turned = fix and self.name in _MOVES and same_axes(have, self.dst) is True
         said = ["before this call"] if fix else []
         said += [] if meant is None else [f'"{meant.short}" in this string']
         if (again := self.with_slashes()) is not None:
             said, fix = [f"or {fix} before this call, if each device needs the whole array"] if fix else [], again
-        self.fail(
+        self.refuse(
             rule,
             at=at,
             got=got,
@@ -626,7 +651,7 @@ class Call:
                 one.unreduced,
                 one.reduced,
             )
-            for one in (self.pattern.inputs[0], self.pattern.outputs[0])
+            for one in (self.src, self.dst)
         ]
         return self.paste(*sides)
 
@@ -716,19 +741,18 @@ class Call:
 
     def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
         """Close the composite dimensions of a result (one axis per factor), mark it and tag it."""
-        layout = self.pattern.outputs[0] if layout is None else layout
+        layout = self.dst if layout is None else layout
         if layout.has_unnamed:  # an unnamed dimension keeps the size it has
             shape = x.shape if all(not d.composite for d in layout.dims) else self._close(x.shape, layout)
         else:
             shape = self.local_shape(layout)
         x = x if x.shape == shape else self._closed(x, layout, shape)
-        gone: dict[str, None] = {}
-        for one in self.pattern.inputs:
-            gone |= dict.fromkeys(one.axis_names)
-        for axis in layout.axis_names:
-            gone.pop(axis, None)
-        due = self._unclear() and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
-        return mark(x, layout, self.text, role=role, frame=self.frame, gone=tuple(gone), due=due)
+        before = dict.fromkeys([axis for one in self.pattern.inputs for axis in one.axis_names])
+        gone = tuple([axis for axis in before if axis not in layout.axis_names])
+        # A reshape does not show which dimension an axis divides, if some have one element on a device.
+        closed = [dim for one in self.pattern.layouts for dim in one.dims if dim.composite and dim.axes]
+        due = bool(closed) and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
+        return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=due)
 
     def _closed(self, x: Any, layout: Layout, shape: tuple[int, ...]) -> Any:
         """A result with its composite dimensions as one, and with those of size 1. Any other shape is an error."""
@@ -739,21 +763,11 @@ class Call:
         return x.reshape(shape)
 
     def _parts(self, dim: Dim) -> Sequence[int]:
-        """The local sizes of a dimension's factors."""
+        """The local sizes of a dimension's factors; of one with margins, that of all of it."""
         if dim.ellipsis:
             return self.ellipsis_shape()
         sizes = [self.factor(atom).local for atom in dim.atoms]
-        return [sizes[0] + sum(dim.margin)] if any(dim.margin) else sizes  # only a dimension of one part has margins
-
-    def _unclear(self) -> bool:
-        """Return whether a reshape does not show which dimension an axis divides, if some have one element on a
-        device."""
-        layouts = (*self.pattern.inputs, *self.pattern.outputs)
-        for layout in layouts:
-            for dim in layout.dims:
-                if dim.composite and dim.axes:
-                    return True
-        return False
+        return [math.prod(sizes) + sum(dim.margin)] if any(dim.margin) else sizes
 
     def _close(self, sizes: tuple[int, ...], layout: Layout) -> tuple[int, ...]:
         extra, rest, shape = len(self.ellipsis_shape()), list(sizes), []

@@ -140,8 +140,7 @@ def slice_block(x: Any, axis: str, dim: int, parts: int) -> Any:
     gathered copy nothing is sent, and the zero-padded cotangent is a partial sum."""
     index = lax.axis_index(axis)
     if axis in _compat.varying_axes(x) or axis not in _compat.manual_axes():
-        size = x.shape[dim] // parts
-        return lax.dynamic_slice_in_dim(x, index * size, size, dim)
+        return _split_run(x, index, dim=dim, parts=parts, axis=axis)
     return _split_p.bind(x, index, dim=dim, parts=parts, axis=axis)
 
 
@@ -159,14 +158,8 @@ def _split_transpose(cotangent: Any, *, dim: int, parts: int, axis: str) -> Any:
     return all_gather(cotangent, (axis,), dim, "invarying")
 
 
-def _split_batch(args: Any, dims: Any, *, dim: int, parts: int, axis: str) -> Any:
-    (x, index), (batch, _) = args, dims
-    inner = dim + 1 if batch <= dim else dim
-    return _split_p.bind(x, index, dim=inner, parts=parts, axis=axis), batch
-
-
 _split_p = _compat.linear_primitive(
-    "spmd_split", abstract=_split_shape, run=_split_run, transpose=_split_transpose, batch=_split_batch
+    "spmd_split", abstract=_split_shape, run=_split_run, transpose=_split_transpose, along="dim"
 )
 
 
@@ -234,5 +227,4 @@ _retype_p = _compat.linear_primitive(
     abstract=lambda x, *, axes, to: _TYPES[to](x, axes),
     run=lambda x, **_: x,
     transpose=_retype_transpose,
-    batch=lambda args, dims, *, axes, to: (retype(args[0], axes, to), dims[0]),
 )

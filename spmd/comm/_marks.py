@@ -35,7 +35,6 @@ fused_p = _compat.linear_primitive(
     abstract=lambda aval, **_: aval,
     run=lambda x, **_: x,
     transpose=_retraced,
-    batch=lambda args, dims, **params: (fused_p.bind(*args, **params), dims[0]),
 )
 
 
@@ -58,6 +57,12 @@ def tag(x: Any, layout: Layout, origin: str, name: str | None = None) -> Any:
     with contextlib.suppress(TypeError):  # a NumPy scalar or a Python number takes no weak reference
         _tags[key] = weakref.ref(x, lambda _: _tags.pop(key, None)), known
     return x
+
+
+def known_as(old: Any, new: Any) -> Any:
+    """`new`, of which is known what is known of `old`."""
+    known = tag_of(old)
+    return new if known is None else tag(new, known.layout, known.origin, known.name)
 
 
 def tag_of(x: Any) -> Known | None:
@@ -130,11 +135,8 @@ def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew:
     if not axes or frame is None or not frame.explicit:
         return x
 
-    def say(one: Any) -> Any:
-        said, known = order_p.bind(one, axes=axes_tuple(axes), order=placement, anew=anew), tag_of(one)
-        return said if known is None else tag(said, known.layout, known.origin, known.name)
-
-    return jax.tree.map(say, x)
+    say = lambda one: order_p.bind(one, axes=axes_tuple(axes), order=placement, anew=anew)
+    return jax.tree.map(lambda one: known_as(one, say(one)), x)
 
 
 def constrain(x: Any, layout: Layout, frame: Frame) -> Any:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
-import jax
 import jax.numpy as jnp
 
 import spmd.comm._lax as _lax
@@ -15,7 +14,7 @@ from spmd import _compat
 from spmd._trees.leaves import not_int
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
-from spmd.errors import Fix, LayoutError
+from spmd.errors import Fix
 from spmd.language import Layout, factors_of, verb_for, with_axes_of
 
 T = TypeVar("T")
@@ -45,7 +44,6 @@ def check_sides(call: Call) -> None:
             got=[f"left: {src.short}", f"right: {dst.short}"],
             fix=fix,
             advice=advice,
-            error=LayoutError,
         )
     if call.written.inputs == call.written.outputs:
         rule = f"both sides of the string are the same, so {call.name} has nothing to do."
@@ -53,7 +51,7 @@ def check_sides(call: Call) -> None:
     new = call.frame.in_mesh_order(set(dst.unreduced) - set(src.unreduced))
     if new:
         mark = f"{{U:{','.join(new)}}}"
-        call.fail(
+        call.refuse(
             f"no verb makes a complete value a partial sum, as {mark} on the right says.",
             at=call.mark_span("{U:", last=True),
             got=[call.frame.describe()],
@@ -67,10 +65,10 @@ def _same_sides(call: Call, src: Layout, rule: str) -> NoReturn:
     have = None if known is None else known.layout
     if have is None or same_axes(have, src, marks=False) is not False:
         left = ', or write on the left how the array lies, as in "d/tp -> d"' if call.name == "all_gather" else ""
-        call.fail(rule, advice=f"leave the line out{_unmarked(call, src)}{left}")
+        call.refuse(rule, advice=f"leave the line out{_unmarked(call, src)}{left}")
     wanted = with_axes_of(have, src)
     fix = None if wanted is None else call.first(verb_for(have, after := Layout.from_dims(wanted)), have, after)
-    call.fail(rule, got=[f'the array holds "{have.short}"'], fix=fix)
+    call.refuse(rule, got=[f'the array holds "{have.short}"'], fix=fix)
 
 
 def _unmarked(call: Call, src: Layout) -> str:
@@ -91,7 +89,7 @@ def _check_pair(call: Call, verb: str) -> bool:
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     needed = verb_for(src, dst)
     if needed not in (verb, "nothing"):
-        call.fail(
+        call.refuse(
             _why(needed, verb, src, dst),
             at=_fault(src, dst),
             got=[call.frame.describe()],
@@ -101,7 +99,7 @@ def _check_pair(call: Call, verb: str) -> bool:
         if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
             rule = f"{call.name} keeps the margins of a dimension and its axes: what lies in them is copies."
             advice = "cut the margins off first; stencil.halo makes new ones"
-            call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice, error=LayoutError)
+            call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice)
     return needed != "nothing"
 
 
@@ -143,7 +141,7 @@ def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
 def _changes(call: Call, operand: Operand) -> Changes:
     """Return what the right side changes; every dimension divides by the axes that it gains."""
     out = []
-    after = axes_after(operand, call.pattern.outputs[0])
+    after = axes_after(operand, call.dst)
     for i, (factor, axes) in enumerate(zip(operand.factors, after, strict=True)):
         if factor.axes != axes:
             keep = len(axes) if factor.axes[: len(axes)] == axes else len(factor.axes)
@@ -178,17 +176,11 @@ def _verb(
         call.type_copies(to)
     moves = _check_pair(call, name)
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value, margins=True)
+    def leaf(own: Call, operand: Operand) -> Any:
         changes = _changes(own, operand)
-        if not moves or not call.frame.explicit:
-            return own.result(operand.x)
-        with call.scope():
-            out = move(own, operand.x, changes)
-        return own.result(out)
+        return move(own, operand.x, changes) if moves and call.frame.explicit else operand.x
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, margins=True)
 
 
 # --- the verbs ----------------------------------------------------------------------------------------------
@@ -267,8 +259,7 @@ def psum(x: T, pattern: str, /, **names: Any) -> T:
     """
 
     def move(call: Call, x: Any, changes: Changes) -> Any:
-        [src], [dst] = call.pattern.inputs, call.pattern.outputs
-        return _lax.psum(x, call.frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)))
+        return _lax.psum(x, call.frame.in_mesh_order(set(call.src.unreduced) - set(call.dst.unreduced)))
 
     return _verb("psum", x, pattern, names, move)
 
@@ -413,7 +404,7 @@ def defer(x: T, pattern: str, /, **names: Any) -> T:
     """
 
     def move(call: Call, x: Any, changes: Changes) -> Any:
-        return _compat.pvary(x, call.frame.in_mesh_order(call.pattern.outputs[0].reduced))
+        return _compat.pvary(x, call.frame.in_mesh_order(call.dst.reduced))
 
     return _verb("defer", x, pattern, names, move)
 
@@ -453,14 +444,13 @@ def ppermute(x: T, layout: str, /, perm: Sequence[tuple[int, int]], **names: Any
       [6 7 2 3 4 5 0 1]
     """
     example = 'ppermute(x, "[b/dp] d", [(0, 1), (1, 0)])'
-    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, outputs=None, example=example)
+    call = open_call("ppermute", layout, names, arrays=(x,), arrow=False, example=example)
     try:
         pairs = [(operator.index(i), operator.index(j)) for i, j in perm]
     except (TypeError, ValueError):
         call.fail(
             "perm is a sequence of pairs of Python ints, (from block, to block).",
             advice=f"as in {call.text.removesuffix(')')}, [(0, 1), (1, 0)])",
-            error=LayoutError,
         )
     return _permute(call, x, lambda blocks: _checked(call, pairs, blocks))
 
@@ -499,9 +489,9 @@ def shift(x: T, layout: str, /, by: int = 1, *, wrap: bool = True, **names: Any)
     if also and not wrap:
         also["wrap"] = wrap
     example = 'shift(x, "[b/dp] d", 1)'
-    call = open_call("shift", layout, names, arrays=(x,), arrow=False, outputs=None, example=example, also=also)
+    call = open_call("shift", layout, names, arrays=(x,), arrow=False, example=example, also=also)
     if fault:
-        call.fail(fault, error=LayoutError)
+        call.fail(fault)
 
     def pairs(blocks: int) -> list[tuple[int, int]]:
         if wrap:
@@ -527,13 +517,13 @@ def _checked(call: Call, perm: list[tuple[int, int]], blocks: int) -> list[tuple
     for what, places in (("from", sources), ("to", targets)):
         outside = [i for i in places if not 0 <= i < blocks]
         if outside:
-            call.fail(
+            call.refuse(
                 f"there are {blocks} blocks, numbered 0 to {blocks - 1}, and perm sends {what} {outside[0]}.",
                 got=[call.frame.describe()],
             )
         twice = [i for i in places if places.count(i) > 1]
         if twice:
-            call.fail(f"perm sends {what} block {twice[0]} twice.", got=[call.frame.describe()])
+            call.refuse(f"perm sends {what} block {twice[0]} twice.", got=[call.frame.describe()])
     return perm
 
 
@@ -546,44 +536,34 @@ def _permute(call: Call, x: T, pairs: Any) -> T:
             f"{call.name} moves the blocks of one dimension: put it in brackets.",
             fix=fix,
             advice=None if fix else f'as in {call.name}(x, "[b/dp] d", ...)',
-            error=LayoutError,
         )
     if len(marked[0].atoms) != 1:
         call.fail(
             f"{call.name} moves the blocks of a dimension with one name, and this one has {len(marked[0].atoms)}.",
             at=marked[0].span,
             advice="rearrange it into dimensions of their own first",
-            error=LayoutError,
         )
     axes = marked[0].axes
     blocks = call.frame.axis_size(axes) if axes else 1
     perm = pairs(blocks)
-    plain = layout.without_brackets()
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value)
-        i = next(i for i, f in enumerate(operand.factors) if f.bracket)
+    def leaf(_: Call, operand: Operand) -> Any:
         if all(a == b for a, b in perm) and len(perm) == blocks:
-            out = operand.x
-        elif not perm:
-            out = jnp.zeros_like(operand.x)
-        elif call.frame.explicit:
-            with call.scope():
-                out = _lax.ppermute(operand.x, axes, dict(call.frame.sizes), perm) if axes else operand.x
-        else:
-            with call.scope():
-                out = _global(operand, i, blocks, perm)
-        return own.result(out, plain)
+            return operand.x
+        if not perm:
+            return jnp.zeros_like(operand.x)
+        if not call.frame.explicit:
+            return _global(operand, blocks, perm)
+        return _lax.ppermute(operand.x, axes, call.mesh, perm) if axes else operand.x
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, layout.without_brackets())
 
 
-def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) -> Any:
+def _global(operand: Operand, blocks: int, perm: list[tuple[int, int]]) -> Any:
     """The permutation on a whole array. A roll is a primitive of its own, because compilers turn a roll into one
     permute, and the transpose that JAX would derive for it into two."""
     x = operand.x
-    shape = x.shape
+    shape, i = x.shape, next(i for i, f in enumerate(operand.factors) if f.bracket)
     cut = x.reshape(*shape[:i], blocks, shape[i] // blocks, *shape[i + 1 :])
     by = (perm[0][1] - perm[0][0]) % blocks
     source = {j: k for k, j in perm}
@@ -597,15 +577,10 @@ def _global(operand: Operand, i: int, blocks: int, perm: list[tuple[int, int]]) 
     return moved.reshape(shape)
 
 
-def _roll_batch(args: Any, dims: Any, *, by: int, axis: int) -> Any:
-    [x], [batch] = args, dims
-    return roll_p.bind(x, by=by, axis=axis + 1 if batch <= axis else axis), batch
-
-
 roll_p = _compat.linear_primitive(
     "spmd_roll",
     abstract=lambda x, **_: x,
     run=lambda x, *, by, axis: jnp.roll(x, by, axis=axis),
     transpose=lambda cotangent, *, by, axis: roll_p.bind(cotangent, by=-by, axis=axis),
-    batch=_roll_batch,
+    along="axis",
 )

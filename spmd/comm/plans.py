@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Never, NoReturn, TypeVar, get_args
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,16 +71,8 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        return {
-            "kind": self.kind,
-            "axes": list(self.axes),
-            "before": self.before.short,
-            "after": self.after.short,
-            "bytes": self.bytes,
-            "shape": list(self.shape),
-            "collectives": self.collectives,
-            "seconds": self.seconds,
-        }
+        ends = {"before": self.before.short, "after": self.after.short}
+        return {**vars(self), **ends, "axes": list(self.axes), "shape": list(self.shape)}
 
 
 @dataclass(frozen=True, repr=False)
@@ -261,9 +252,8 @@ def plan(
         prefer=prefer,
         hardware=profile if prefer == "latency" else None,
     )
-    for layout in (source, target):
-        for atom in layout.atoms:
-            call.factor(atom)  # divides, or an error
+    for atom in target.atoms:
+        call.factor(atom)  # divides, or an error
     known = {atom.name: call.factor(atom).size for atom in source.atoms if atom.named}
     return as_plan(route(request), request, (source, target), known, kind, profile)
 
@@ -368,7 +358,7 @@ def _complete(call: Call) -> tuple[Layout, Layout]:
         elif any(atom.name == "_" for atom in dim.atoms):
             rule, advice = "a plan needs every size, and '_' has no name to give it by.", "name the dimension"
         if rule:
-            call.fail(rule, at=dim.span, advice=advice, error=LayoutError)
+            call.fail(rule, at=dim.span, advice=advice)
     return source.without_brackets(), target.without_brackets()
 
 
@@ -469,37 +459,29 @@ def relayout(
     example = 'relayout(x, "b/dp d -> b d/dp")'
     also = {} if to is None else {"to": to}
     call = open_call("relayout", pattern, names, arrays=(x,), example=example, also=also)
-    [src], [dst] = call.pattern.inputs, call.pattern.outputs
     check_sides(call)
     call.type_copies(to)
     profile = check_prefer(call.text, prefer, hardware)
-    explicit = call.frame.explicit
-
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value)
-        with call.scope():
-            out = _planned(own, operand, dst, prefer, profile) if explicit else _constrained(own, operand, src, dst)
-        return own.result(out)
-
-    return jax.tree.map(leaf, x)
+    if call.frame.explicit:
+        return call.each(x, lambda own, operand: _planned(own, operand, prefer, profile))
+    return call.each(x, lambda own, operand: _constrained(own, operand))
 
 
-def _before_and_after(call: Call, operand: Operand, dst: Layout) -> tuple[list[Axes], list[Axes]]:
-    after = axes_after(operand, dst)
+def _before_and_after(call: Call, operand: Operand) -> tuple[list[Axes], list[Axes]]:
+    after = axes_after(operand, call.dst)
     for factor, axes in zip(operand.factors, after, strict=True):
         call.local(factor.size, axes, factor.name, factor.span)  # divides, or an error
     return [f.axes for f in operand.factors], after
 
 
-def _constrained(call: Call, operand: Operand, src: Layout, dst: Layout) -> Any:
+def _constrained(call: Call, operand: Operand) -> Any:
     """The whole array in auto mode. If the compiler cannot make the change at once, the steps are constraints."""
     frame = call.frame
-    sizes = [frame.axis_size(a) for a in {*src.axes, *dst.axes}]
+    sizes = [frame.axis_size(a) for a in {*call.src.axes, *call.dst.axes}]
     if frame.mode != "auto" or frame.constrain != "all" or not uneven(sizes):
         return operand.x
     x = operand.x
-    for now in _one_by_one(*_before_and_after(call, operand, dst)):
+    for now in _one_by_one(*_before_and_after(call, operand)):
         dims = [
             Dim((), ellipsis=True) if factor.name == "...0" else Dim((Atom(factor.name, axes),))
             for factor, axes in zip(operand.factors, now, strict=True)
@@ -532,10 +514,10 @@ def _one_by_one(now: list[Axes], then: list[Axes]) -> Iterator[list[Axes]]:
             yield list(now)
 
 
-def _planned(call: Call, operand: Operand, dst: Layout, prefer: str, profile: Hardware | None) -> Any:
+def _planned(call: Call, operand: Operand, prefer: str, profile: Hardware | None) -> Any:
     """One device's shard, by the steps of the plan."""
-    frame, src, x = call.frame, operand.layout, operand.x
-    before, after = _before_and_after(call, operand, dst)
+    frame, src, dst, x = call.frame, call.src, call.dst, operand.x
+    before, after = _before_and_after(call, operand)
     manual = _compat.manual_axes()
     here, there = ({a for axes in side for a in axes} for side in (before, after))
     request = Request(

@@ -135,7 +135,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
     kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
     fix = f"out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})"
     frames = (here.f_code for here, _ in traceback.walk_tb(error.__traceback__))
-    wrapped = any(code.co_qualname.startswith("opaque.") and not is_outside(code.co_filename) for code in frames)
+    wrapped = any(code.co_name == "_untyped" and not is_outside(code.co_filename) for code in frames)
     advice = None if wrapped else 'spmd.opaque(fn, "in -> out") around a function that calls it, with this out_shape'
     return ModeError(rule, **shown, got=got, fix=fix, advice=advice)
 

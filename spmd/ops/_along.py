@@ -22,9 +22,8 @@ from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.collectives import roll_p
-from spmd.errors import LayoutError
-from spmd.language import Layout, Pattern
-from spmd.ops._reduce import factors_by_name, placed, plain_dims
+from spmd.language import Atom, Dim, Layout, Pattern
+from spmd.ops._reduce import factors_by_name, inexact, placed, plain_dims
 
 
 @dataclass(frozen=True)
@@ -34,12 +33,15 @@ class Along:
     Attributes:
       call: The call.
       operand: Its array, with one axis per factor.
-      dims: Which of these axes are in brackets.
     """
 
     call: Call
     operand: Operand
-    dims: tuple[int, ...]
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """Which of these axes are in brackets."""
+        return tuple(i for i, factor in enumerate(self.operand.factors) if factor.bracket)
 
     @property
     def x(self) -> Any:
@@ -146,22 +148,27 @@ def along(
     call = open_call(name, pattern, names, arrays=(x,), arrow=arrow, example=example)
     [src] = call.pattern.inputs
     plain_dims(call, src, unnamed=True, literals=True)
-    if src.unreduced and not linear:
-        rule = f"{name} of a partial sum is not {name} of its parts: psum first."
-        call.fail(rule, fix=call.summed_first())
-    operand = call.operand(x)
-    dims = tuple(i for i, factor in enumerate(operand.factors) if factor.bracket)
+    if not linear:
+        call.complete(f"{name} of a partial sum is not {name} of its parts: psum first.")
+    one = Along(call, call.operand(x))
+    dims = one.dims
     if not dims or (most is not None and len(dims) > most):
-        last = operand.layout.dims[-1].short if operand.layout.dims else "k"
+        last = src.dims[-1].short if src.dims else "k"
         call.fail(
             f"{name.rpartition('.')[2]} works along the {'one dimension' if most == 1 else 'dimensions'} in brackets.",
             got=[f"{len(dims)} in brackets" if dims else "no brackets"],
             advice=f"as in [{last}]" if not dims else "one pair of brackets around one dimension",
-            error=LayoutError,
         )
-    if ordered and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
-        call.fail(f"{name} needs numbers that are ordered, and the array is {operand.x.dtype}.", error=LayoutError)
-    return Along(call, operand, dims)
+    if ordered and jnp.issubdtype(one.x.dtype, jnp.complexfloating):
+        call.fail(f"{name} needs numbers that are ordered, and the array is {one.x.dtype}.")
+    return one
+
+
+def one_unnamed(layout: Layout) -> Layout:
+    """The layout with an unnamed whole dimension in the place of the first one in brackets, and no other brackets."""
+    at = next(i for i, dim in enumerate(layout.dims) if dim.bracket)
+    plain = layout.without_brackets().dims
+    return Layout.from_dims([*plain[:at], Dim((Atom("_"),)), *plain[at + 1 :]])
 
 
 # --- `roll` and `flip`, along dimensions in brackets ------------------------------------------------------------------
@@ -207,7 +214,7 @@ def roll(x: Any, layout: str, /, shift: Shift | tuple[Shift, ...] = 1, **names: 
     one = along("roll", x, layout, names, linear=True, example='roll(x, "b/dp [d]", 1)')
     if fault := next((d for d in one.operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
         rule = f"roll works along a dimension with one name, and this one has {len(fault.atoms)}."
-        one.call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first", error=LayoutError)
+        one.call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first")
     shifts = _shifts(one.call, shift, len(one.dims))
 
     def rolled() -> Any:
@@ -264,18 +271,15 @@ def _shifts(call: Call, shift: Any, count: int) -> tuple[Any, ...]:
     for one in shifts:
         if isinstance(one, jax.Array):
             if not jnp.issubdtype(one.dtype, jnp.integer):
-                call.fail(f"shift, the number of elements, is an integer, not {one.dtype}.", error=LayoutError)
+                call.fail(f"shift, the number of elements, is an integer, not {one.dtype}.")
         elif fault := not_int("shift, the number of elements,", one):
-            call.fail(fault, error=LayoutError)
+            call.fail(fault)
     if len(shifts) != count:
         rule = f"shift has one int for each of the {count} dimensions in brackets, not {len(shifts)}."
-        call.fail(rule, advice="one int, for all of them", error=LayoutError)
-    return tuple(_scalar(call, one) if isinstance(one, jax.Array) else one for one in shifts)
-
-
-def _scalar(call: Call, shift: Any) -> Any:
-    """A traced shift, which the checker is told to be equal on all devices."""
-    return _lax.at_least_int32(call.fork().operand(shift, layout=Layout("scalar"), name="the shift").x)
+        call.fail(rule, advice="one int, for all of them")
+    # the checker is told that a traced shift is equal on all devices
+    scalar = lambda one: call.fork().operand(one, layout=Layout("scalar"), name="the shift").x
+    return tuple(_lax.at_least_int32(scalar(one)) if isinstance(one, jax.Array) else one for one in shifts)
 
 
 def flip(x: Any, layout: str, /, **names: Any) -> jax.Array:
@@ -305,12 +309,8 @@ def flip(x: Any, layout: str, /, **names: Any) -> jax.Array:
     flipped = functools.partial(jnp.flip, one.x, one.dims)
     # Blocks that several dimensions number change places as those of one do: the first with the last.
     n = one.call.frame.axis_size(one.axes)
-    return one.result(
-        whole=flipped,
-        divided=lambda: _lax.ppermute(
-            flipped(), one.axes, dict(one.call.frame.sizes), [(i, n - 1 - i) for i in range(n)]
-        ),
-    )
+    pairs = [(i, n - 1 - i) for i in range(n)]
+    return one.result(flipped, lambda: _lax.ppermute(flipped(), one.axes, one.call.mesh, pairs))
 
 
 # --- `softmax`, `argmax`, `argmin` and `cumsum` ----------------------------------------------------------------------
@@ -345,7 +345,7 @@ def softmax(x: Any, layout: str, /, *, where: Any = None, **names: Any) -> jax.A
     """
     one = along("softmax", x, layout, names)
     mask = None if where is None else _mask(one, where, jnp.shape(x))
-    value = one.x if jnp.issubdtype(one.x.dtype, jnp.inexact) else one.x.astype(jax.eval_shape(jnp.exp, one.x).dtype)
+    value = inexact(one.x)
     ours = jnp.iscomplexobj(value)  # of which JAX has no gradient
     whole = lambda: jax.nn.softmax(value, axis=one.dims, where=mask)
     alone = lambda: _divided_softmax(value, mask, one.dims, ())
@@ -375,9 +375,9 @@ def _mask(one: Along, where: Any, shape: tuple[int, ...]) -> Any:
         mask = jnp.broadcast_to(where, shape)
     except ValueError:
         rule = f"where has shape {jnp.shape(where)}, which does not broadcast to {shape}, the shape of x here."
-        one.call.fail(rule, error=LayoutError)
+        one.call.fail(rule)
     if mask.dtype != jnp.bool_:
-        one.call.fail(f"where is an array of booleans, not of {mask.dtype}.", error=LayoutError)
+        one.call.fail(f"where is an array of booleans, not of {mask.dtype}.")
     return mask.reshape(one.x.shape)
 
 
@@ -491,14 +491,14 @@ def _kept(one: Along, who: str) -> tuple[Layout, tuple[int, ...]]:
     if sorted(names) != sorted(rest):
         shown = ", ".join(n for n in rest if not n.startswith("...")) or "scalar"
         rule = f"{who} keeps the dimensions that are not in brackets: {shown}."
-        call.fail(rule, got=[f"right: {dst.short}"], error=LayoutError)
+        call.fail(rule, got=[f"right: {dst.short}"])
     have = factors_by_name(operand)
     for atom in dst.atoms:
         factor = have[atom.name]
         if factor.axes != (atom.axes or ()):
             left, right = placed(factor.name, factor.axes), placed(factor.name, atom.axes or ())
             rule = f"{who} keeps the placement of the other dimensions: {left} on the left is {right} on the right."
-            call.fail(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
+            call.refuse(rule, at=atom.span, advice="all_gather, split or relayout the result in a line of its own")
     return dst, tuple(rest.index(name) for name in names)
 
 
@@ -538,9 +538,6 @@ def _before(one: Along, sums: Any, reverse: bool) -> Any:
     edge = 0 if reverse else sums.shape[dim] - 1
     total = lax.slice_in_dim(sums, edge, edge + 1, axis=dim)
     totals = _lax.all_gather(total, axes, dim, "varying")
-    place = jnp.arange(totals.shape[dim], dtype=jnp.int32)
-    here = _lax.axis_index(axes, dict(one.call.frame.sizes))
-    earlier = place > here if reverse else place < here
-    mask = earlier.reshape(tuple(-1 if i == dim else 1 for i in range(totals.ndim)))
-    counted = jnp.where(mask, totals, jnp.zeros_like(totals))
+    place, here = lax.broadcasted_iota(jnp.int32, totals.shape, dim), _lax.axis_index(axes, one.call.mesh)
+    counted = jnp.where(place > here if reverse else place < here, totals, jnp.zeros_like(totals))
     return jnp.sum(counted, axis=dim, keepdims=True, dtype=sums.dtype)

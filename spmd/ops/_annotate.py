@@ -18,7 +18,7 @@ from spmd._jaxprs.facts import FusedName, PerShardName, WindowName, one_line
 from spmd._trees.leaves import is_array, is_key, kind_of
 from spmd.comm._call import open_call
 from spmd.comm._keywords import as_array, check_array, misfit
-from spmd.comm._marks import assert_equal_p, fused_p, mark, tag, tag_of
+from spmd.comm._marks import assert_equal_p, fused_p, known_as, mark, tag_of
 from spmd.errors import LayoutError, SpmdError
 from spmd.language import Layout
 from spmd.modes import current_frame, try_frame
@@ -60,14 +60,13 @@ def annotate(x: T, layout: str, /, **names: Any) -> T:
       [3. 3. 3. 3.]
     """
     call = open_call("annotate", layout, names, arrays=(x,), arrow=False, example='annotate(x, "b/dp d")', also={})
-    [stated] = call.pattern.inputs
 
     def leaf(value: Any) -> Any:
         own = call.fork()
         array = own.operand(value).x
         shape = jnp.shape(value)
         array = array if array.shape == shape else array.reshape(shape)
-        return mark(array, stated, call.text, role="annotate", frame=call.frame)
+        return mark(array, call.src, call.text, role="annotate", frame=call.frame)
 
     return jax.tree.map(leaf, x)
 
@@ -367,8 +366,7 @@ def _noted(tree: Any, what: str, role: str) -> Any:
     def leaf(x: Any) -> Any:
         if not is_array(x) or is_key(x):
             return x
-        known, out = tag_of(x), fused_p.bind(x, what=what, role=role)
-        return out if known is None else tag(out, known.layout, known.origin, known.name)
+        return known_as(x, fused_p.bind(x, what=what, role=role))
 
     return jax.tree.map(leaf, tree)
 
@@ -445,8 +443,7 @@ def _together(tree: Any) -> Any:
     at = [i for i, x in enumerate(leaves) if is_array(x) and not is_key(x)]
     made = _compat.in_order([leaves[i] for i in at]) if at else []
     for i, new in zip(at, made, strict=True):
-        known = tag_of(leaves[i])
-        leaves[i] = new if known is None else tag(new, known.layout, known.origin, known.name)
+        leaves[i] = known_as(leaves[i], new)
     return jax.tree.unflatten(structure, leaves)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -14,9 +14,8 @@ from jax import lax
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Factor, open_call
-from spmd.errors import LayoutError, SizeError
-from spmd.language import Atom, Dim, Layout
-from spmd.ops._along import Along, along
+from spmd.errors import SizeError
+from spmd.ops._along import Along, along, one_unnamed
 from spmd.ops._reduce import plain_dims
 
 # --- `qr`: a tall matrix, its rows divided over devices, as the product of orthonormal columns and a triangle ---------
@@ -64,46 +63,31 @@ def qr(x: Any, layout: str, /, **names: Any) -> tuple[jax.Array, jax.Array]:
       factorizations, SIAM Journal on Scientific Computing 34, 2012: TSQR, with all triangles in one step.
     """
     one = along("linalg.qr", x, layout, names, example=_QR)
-    rows = _check(one)
+    rows, columns = rows_and_columns(one, "qr", "decomposes", _QR)
+    if rows.size < columns.size:
+        rule = f"qr decomposes a tall matrix, and this one has {rows.size} rows and {columns.size} columns."
+        one.call.fail(rule, at=rows.span, error=SizeError)
     call, where = one.call, tuple(one.dims)
     axes = rows.axes if one.axes else ()
     with call.scope():
         q, r = _decomposed(jnp.moveaxis(one.x, where, (-2, -1)), axes, dict(call.frame.sizes))
         q, r = (jnp.moveaxis(y, (-2, -1), where) for y in (q, r))
         r = _lax.to_invarying(r, rows.axes)
-    return call.result(q, one.operand.layout.without_brackets()), call.result(r, _triangle(one))
+    return call.result(q, one.operand.layout.without_brackets()), call.result(r, one_unnamed(one.operand.layout))
 
 
 def rows_and_columns(one: Along, name: str, does: str, example: str) -> tuple[Factor, Factor]:
     """The dimensions of a matrix, in a call that can be: the rows may be divided, and the columns are whole."""
     if len(one.dims) != 2:
         got = [f"{len(one.dims)} in brackets"]
-        one.call.fail(
-            f"{name} takes rows and columns in brackets.", got=got, advice=f"as in {example}", error=LayoutError
-        )
+        one.call.fail(f"{name} takes rows and columns in brackets.", got=got, advice=f"as in {example}")
     rows, columns = one.factors
     if columns.axes:
         rule = f"only rows are divided, the first dimension in brackets, and {columns.name} is divided too."
-        one.call.fail(rule, at=columns.span, advice="all_gather or relayout it before", error=LayoutError)
+        one.call.fail(rule, at=columns.span, advice="all_gather or relayout it before")
     if one.x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
-        one.call.fail(f"{name} {does} float32, float64 or complex numbers, not {one.x.dtype}.", error=LayoutError)
+        one.call.fail(f"{name} {does} float32, float64 or complex numbers, not {one.x.dtype}.")
     return rows, columns
-
-
-def _check(one: Along) -> Factor:
-    """The rows, of a call that can be."""
-    rows, columns = rows_and_columns(one, "qr", "decomposes", _QR)
-    if rows.size < columns.size:
-        rule = f"qr decomposes a tall matrix, and this one has {rows.size} rows and {columns.size} columns."
-        one.call.fail(rule, at=rows.span, error=SizeError)
-    return rows
-
-
-def _triangle(one: Along) -> Layout:
-    """The layout with an unnamed whole dimension in the place of the rows."""
-    at = next(i for i, dim in enumerate(one.operand.layout.dims) if dim.bracket)
-    dims = [replace(dim, bracket=False) for dim in one.operand.layout.dims]
-    return Layout.from_dims([*dims[:at], Dim((Atom("_"),)), *dims[at + 1 :]])
 
 
 def _decomposed(x: Any, axes: tuple[str, ...], sizes: dict[str, int]) -> tuple[Any, Any]:
@@ -463,37 +447,24 @@ def cho_solve(lower: Any, b: Any, layouts: str, /, **names: Any) -> jax.Array:
 
 def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[Along, Along, Factor]:
     """The triangle, the right sides, and the rows that both have, of a call that can be."""
-    shown = ("l", "b")
-    call = open_call(
-        "linalg.cho_solve",
-        layouts,
-        names,
-        arrays=(lower, b),
-        inputs=2,
-        arrow=False,
-        example=_SOLVE,
-        shown=shown,
-    )
-    ones: list[Along] = []
-    for i, (x, layout) in enumerate(zip((lower, b), call.pattern.inputs, strict=True)):
-        plain_dims(call, layout, unnamed=True, literals=True)
-        if layout.unreduced:
-            rule = "cho_solve of a partial sum is not cho_solve of its parts: psum first."
-            call.fail(rule, fix=call.summed_first(i))
-        operand = call.operand(x, i, name=shown[i])
-        ones.append(Along(call, operand, tuple(j for j, f in enumerate(operand.factors) if f.bracket)))
-    matrix, right = ones
+    shown, given = ("l", "b"), (lower, b)
+    how: dict[str, Any] = {"arrays": given, "inputs": 2, "arrow": False, "shown": shown}
+    call = open_call("linalg.cho_solve", layouts, names, example=_SOLVE, **how)
+    plain_dims(call, *call.pattern.inputs, unnamed=True, literals=True)
+    for i in range(2):
+        call.complete("cho_solve of a partial sum is not cho_solve of its parts: psum first.", i)
+    matrix, right = (Along(call, call.operand(x, i, name=shown[i])) for i, x in enumerate(given))
     rows = square(matrix, "cho_solve", "solves", _SOLVE)
     if matrix.x.ndim > 2:
         other = next(f for f in matrix.operand.factors if not f.bracket)
         rule = f"cho_solve takes one matrix, and l also has the dimension {other.name}."
-        call.fail(rule, at=other.span, advice="for many matrices, jax.vmap", error=LayoutError)
+        call.fail(rule, at=other.span, advice="for many matrices, jax.vmap")
     if len(right.dims) != 1 or (right.factor.name, right.factor.axes) != (rows.name, rows.axes):
         rule = "the brackets of b hold the rows of l, and the same mesh axes divide them."
-        call.fail(rule, advice=f"as in {_SOLVE}", error=LayoutError)
+        call.fail(rule, advice=f"as in {_SOLVE}")
     if right.x.dtype != matrix.x.dtype:
         got = [f"l: {matrix.x.dtype}", f"b: {right.x.dtype}"]
-        call.fail("l and b have one type.", got=got, error=LayoutError)
+        call.fail("l and b have one type.", got=got)
     return matrix, right, rows
 
 

@@ -52,21 +52,7 @@ def rearrange(x: Any, pattern: str, /, **names: Any) -> jax.Array:
       >>> heads(jnp.zeros((5, 12))).shape
       (4, 5, 3)
     """
-    call = open_call("rearrange", pattern, names, arrays=(x,), example='rearrange(x, "b/dp d -> d b/dp")', also={})
-    operand, have = _open(call, x)
-    dst = call.pattern.outputs[0]
-    missing = [f for f in operand.factors if f.name not in _names(dst, have) and not _is_one(f)]
-    if missing:
-        gone = missing[0]
-        call.fail(
-            f"rearrange keeps every dimension, and {gone.name} is on the left only.",
-            at=gone.span,
-            advice=f"{call.paste(operand.layout, dst, name='reduce')}, where its sum is meant",
-            error=LayoutError,
-        )
-    _check_new(call, dst, have, known=False)
-    _check_axes(call, operand, dst, have)
-    return call.result(rearranged(operand.x, _axes(operand), _dims(dst, have)))
+    return _moved("rearrange", x, pattern, names, 'rearrange(x, "b/dp d -> d b/dp")')
 
 
 def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
@@ -103,31 +89,27 @@ def repeat(x: Any, pattern: str, /, **names: Any) -> jax.Array:
        [0 1 2]
        [0 1 2]]
     """
-    call = open_call("repeat", pattern, names, arrays=(x,), example='repeat(x, "b/dp d -> b/dp d e", e=2)', also={})
+    return _moved("repeat", x, pattern, names, 'repeat(x, "b/dp d -> b/dp d e", e=2)')
+
+
+# --- what both do -------------------------------------------------------------------------------------------
+
+
+def _moved(who: str, x: Any, pattern: str, names: dict[str, Any], example: str) -> jax.Array:
+    """The array with its factors where the right side has them, repeated along those that it does not have."""
+    call = open_call(who, pattern, names, arrays=(x,), example=example, also={})
     operand, have = _open(call, x)
-    dst = call.pattern.outputs[0]
-    kept = _names(dst, have)
-    missing = [f for f in operand.factors if f.name not in kept and not _is_one(f)]
-    if missing:
-        rule = f"repeat keeps every dimension, and {missing[0].name} is on the left only."
-        call.fail(rule, at=missing[0].span, error=LayoutError)
-    _check_new(call, dst, have, known=True)
-    _check_axes(call, operand, dst, have)
-    target = _targets(call, operand, dst, have)
-    local = rearranged(operand.x, _axes(operand), [[f.name] if f.name in kept else [] for f in target])
+    _check_names(call, operand, have)
+    _check_axes(call, operand, have)
+    target = _targets(call, operand, have)
+    named = lambda factors: [[f.name] if f.name in have and f.name != "1" else [] for f in factors]
+    local = rearranged(operand.x, named(operand.factors), named(target))
     out = jnp.broadcast_to(local, tuple(f.local for f in target))
-    new = [axis for f in target if f.name not in kept for axis in f.axes]
+    new = [axis for f in target if f.name not in have for axis in f.axes]
     if call.frame.explicit:
         out = _compat.pvary(out, call.frame.in_mesh_order(new))
     # The blocks of a divided new dimension are equal. In a composite one nothing shows that they are copies.
-    return call.result(out, role="result" if not new else "created" if _closes(dst) else "copies")
-
-
-# --- what both check ----------------------------------------------------------------------------------------
-
-
-def _is_one(factor: Factor) -> bool:
-    return factor.name == "1"
+    return call.result(out, role="result" if not new else "created" if _closes(call.dst) else "copies")
 
 
 def _closes(layout: Layout) -> bool:
@@ -136,73 +118,46 @@ def _closes(layout: Layout) -> bool:
 
 
 def _open(call: Call, x: Any) -> tuple[Operand, dict[str, Factor]]:
-    [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    for layout in (src, dst):
-        plain_dims(call, layout, literals=True)
+    src, dst = call.src, call.dst
+    plain_dims(call, src, dst, literals=True)
     if src.has_ellipsis and not dst.has_ellipsis:
-        call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.", error=LayoutError)
+        call.fail(f"{call.name} keeps the dimensions of '...': write ... on the right too.")
     if (src.unreduced, src.reduced) != (dst.unreduced, dst.reduced):
         verb = "psum" if set(src.unreduced) - set(dst.unreduced) else "defer" if dst.reduced else "relayout"
         rule = f"{call.name} keeps the marks, which are those of the left side; that is a {verb}."
-        marked = _marked(src, dst)
-        call.fail(rule, fix=call.around(call.first(verb, src, marked), marked, dst))
+        marked = Layout.from_dims(src.dims, unreduced=dst.unreduced, reduced=dst.reduced)
+        call.refuse(rule, fix=call.around(call.first(verb, src, marked), marked, dst))
     if call.frame.explicit and _closes(dst):  # copies may be blocks of a divided dimension, which only shows here
         x = mark(x, src, call.text, role="operand", frame=call.frame)
     operand = call.operand(x)
     names = [name for name in operand.names if name != "1"]
     if twice := [name for name in names if names.count(name) > 1]:
-        call.fail(f"{twice[0]} stands for two dimensions on the left: name them.", error=LayoutError)
+        call.fail(f"{twice[0]} stands for two dimensions on the left: name them.")
     return operand, factors_by_name(operand)
 
 
-def _marked(src: Layout, dst: Layout) -> Layout:
-    return Layout.from_dims(src.dims, unreduced=dst.unreduced, reduced=dst.reduced)
+def _check_names(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
+    """All names of the left side are on the right, and in `rearrange` no others."""
+    right = {"1", *[atom.name for atom in call.dst.atoms]}
+    if gone := [f for f in operand.factors if f.name not in right and not f.name.startswith("...")]:
+        sums = call.paste(operand.layout, call.dst, name="reduce")
+        rule = f"{call.name} keeps every dimension, and {gone[0].name} is on the left only."
+        advice = f"{sums}, where its sum is meant" if call.name == "rearrange" else None
+        call.fail(rule, at=gone[0].span, advice=advice)
+    new = [atom for atom in call.dst.atoms if atom.name not in have and atom.name != "1"]
+    if new and call.name == "rearrange":
+        name = new[0].name
+        hint = did_you_mean(name, [n for n in have if not n.startswith("...")])
+        rule = f"{name} is on the right only, and rearrange makes no new dimensions{hint or '.'}"
+        advice = "repeat makes new dimensions" if new[0].named else f"repeat makes a dimension of {name}"
+        call.fail(rule, at=new[0].span, advice=advice)
 
 
-def _names(dst: Layout, have: Mapping[str, Factor]) -> list[str]:
-    """The factors of the right side that the left side has, in order."""
-    dots = [name for name in have if name.startswith("...")]
-    names: list[str] = []
-    for dim in dst.dims:
-        names += dots if dim.ellipsis else [n for n in dim.names if n in have and n != "1"]
-    return names
-
-
-def _axes(operand: Operand) -> list[list[str]]:
-    """Return what each axis of an operand is, for `rearranged`."""
-    return [[] if _is_one(factor) else [factor.name] for factor in operand.factors]
-
-
-def _dims(dst: Layout, have: Mapping[str, Factor]) -> list[list[str]]:
-    """Return what each dimension of the right side is composed of."""
-    dims: list[list[str]] = []
-    for dim in dst.dims:
-        dots = [[name] for name in have if name.startswith("...")]
-        dims += dots if dim.ellipsis else [[n for n in dim.names if n != "1"]]
-    return dims
-
-
-def _check_new(call: Call, dst: Layout, have: Mapping[str, Factor], *, known: bool) -> None:
-    """Names on the right that the left side does not have: none in rearrange, of known size in repeat."""
-    for atom in dst.atoms:
-        if atom.name in have or atom.name == "1":
-            continue
-        if not known:
-            verb = "repeat makes new dimensions" if atom.named else f"repeat makes a dimension of {atom.name}"
-            hint = did_you_mean(atom.name, [n for n in have if not n.startswith("...")])
-            call.fail(
-                f"{atom.name} is on the right only, and rearrange makes no new dimensions{hint or '.'}",
-                at=atom.span,
-                advice=f"{verb}",
-                error=LayoutError,
-            )
-
-
-def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> None:
+def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
     """Every name keeps its axes; a change is another verb's."""
     changes: dict[str, tuple[Axes, Axes]] = {}
     first: Atom | None = None
-    for atom in dst.atoms:
+    for atom in call.dst.atoms:
         factor = have.get(atom.name)
         if factor is None or factor.axes == (atom.axes or ()):
             continue
@@ -214,19 +169,19 @@ def _check_axes(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Fa
     one, two = changes[first.name]
     moved = with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()})
     before = call.first(verb, operand.layout, moved)
-    call.fail(
+    call.refuse(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
         f"the right. That is {verb}.",
         at=first.span,
         got=[call.frame.describe()],
-        fix=call.around(before, moved, dst),
+        fix=call.around(before, moved, call.dst),
     )
 
 
-def _targets(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Factor]) -> list[Factor]:
+def _targets(call: Call, operand: Operand, have: Mapping[str, Factor]) -> list[Factor]:
     """The factors of the right side, one per axis of the result before its composites are closed."""
     target: list[Factor] = []
-    for dim in dst.dims:
+    for dim in call.dst.dims:
         if dim.ellipsis:
             target += [f for f in operand.factors if f.name.startswith("...")]
         for atom in dim.atoms:
@@ -234,9 +189,7 @@ def _targets(call: Call, operand: Operand, dst: Layout, have: Mapping[str, Facto
     return target
 
 
-# --- einsum ------------------------------------------------------------------------------------------------------
-
-# `einsum`: products and sums. The string says what becomes of the partial sums.
+# --- `einsum`: products and sums. The string says what becomes of the partial sums -----------------------------------
 
 
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> jax.Array:
@@ -293,17 +246,12 @@ def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = 
         example='einsum(x, y, "b/dp d, d f -> b/dp f")',
         also={} if preferred_element_type is None and precision is None else None,
     )
-    dst = call.pattern.outputs[0]
-    dots = False
-    for layout in (*call.pattern.inputs, dst):
-        plain_dims(call, layout)
-        dots = dots or layout.has_ellipsis
-    if dots:
-        _check_dots(call, arrays)
+    plain_dims(call, *call.pattern.layouts)
+    _check_dots(call, arrays)
     opened = [call.operand(x, i) for i, x in enumerate(arrays)]
     have = factors_that_agree(call, opened)
-    owners = owner_of_axes(call, have, dst.names)
-    right = right_names(call, dst, have)
+    owners = owner_of_axes(call, have, call.dst.names)
+    right = right_names(call, have)
     partial = marked_axes(call, opened, owners)
     partial |= {
         axis: f"{placed(n, f.axes)} is summed over" for n, f in have.items() if n not in right for axis in f.axes
@@ -338,7 +286,7 @@ def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Facto
             if known.axes == factor.axes:
                 continue
             one, two = placed(factor.name, known.axes), placed(factor.name, factor.axes)
-            call.fail(
+            call.refuse(
                 f"a dimension has the same slashes in all operands, and {factor.name} is {one} in operand {at} and "
                 f"{two} in operand {i}.",
                 at=factor.span,
@@ -351,19 +299,16 @@ def factors_that_agree(call: Call, opened: Sequence[Operand]) -> dict[str, Facto
 def _agree(call: Call, opened: Sequence[Operand], name: str, pair: tuple[int, int]) -> dict[str, Any]:
     """The fix that places a dimension of one operand as the other has it, if the right side allows that."""
     first, second = (opened[n].factors[opened[n].names.index(name)].axes for n in pair)
-    [dst] = call.pattern.outputs
-    right = next((atom.axes or () for atom in dst.atoms if atom.name == name), None)
-    for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
-        new = set(wanted) - set(have)
-        layout = opened[index].layout.without_brackets()
-        if right not in (None, wanted) or new & {*layout.axis_names} or have != wanted[: len(have)]:
-            continue
-        # Cutting a whole dimension into blocks costs nothing. The right side says whether they are summed.
-        return {"fix": _placed_as(call, opened, name, index, wanted)}
-    for index, have, wanted in ((pair[0], first, second), (pair[1], second, first)):
-        lost = set(have) - set(wanted)
-        if right in (None, wanted) and have[: len(wanted)] == wanted and not lost & {*dst.axis_names}:
-            return {"fix": _placed_as(call, opened, name, index, wanted)}
+    right = next((atom.axes or () for atom in call.dst.atoms if atom.name == name), None)
+    sides = (pair[0], first, second), (pair[1], second, first)
+    # Cutting a whole dimension into blocks costs nothing, so that comes before a gather. The right side says whether
+    # they are summed.
+    for cuts in (True, False):
+        for index, have, wanted in sides:
+            few, many, used = (have, wanted, opened[index].layout) if cuts else (wanted, have, call.dst)
+            fits = many[: len(few)] == few and not {*many[len(few) :]} & {*used.axis_names}
+            if right in (None, wanted) and fits:
+                return {"fix": _placed_as(call, opened, name, index, wanted)}
     return {"advice": f"relayout one of them: {placed(name, first)} and {placed(name, second)} are to be the same"}
 
 
@@ -377,7 +322,7 @@ def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wan
     plain, there = layout.without_brackets(), moved.without_brackets()
     first = call.first(verb_for(plain, there), plain, there, index=index)
     inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
-    return call.around(first, inputs, call.pattern.outputs[0], index=index)
+    return call.around(first, inputs, call.dst, index=index)
 
 
 def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
@@ -388,7 +333,7 @@ def _check_dots(call: Call, arrays: Sequence[Any]) -> None:
     }
     if len(set(counts.values())) > 1:
         got = [f"operand {i}: {n} dimension{'s' * (n != 1)} in ..." for i, n in counts.items()]
-        call.fail("... stands for the same dimensions in every operand that has it.", got=got, error=LayoutError)
+        call.fail("... stands for the same dimensions in every operand that has it.", got=got)
 
 
 def owner_of_axes(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -> dict[str, Factor]:
@@ -400,7 +345,7 @@ def owner_of_axes(call: Call, have: Mapping[str, Factor], kept: Sequence[str]) -
             if known is factor:
                 continue
             pair = [f"contracted {f.name}" if f.name not in kept else f.name for f in (known, factor)]
-            call.fail(
+            call.refuse(
                 f"axis {axis} divides both {' and '.join(sorted(pair, key=lambda p: ' ' not in p))}: a device "
                 f"would hold products of unequal blocks only.",
                 at=factor.span,
@@ -419,10 +364,10 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
                 rule = (
                     f"the product of two partial sums on {axis} is not a partial sum: psum one of the operands first."
                 )
-                call.fail(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
+                call.refuse(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
             if axis in owners:
                 factor = owners[axis]
-                call.fail(
+                call.refuse(
                     f"operand {i} is a partial sum on {axis}, and {axis} divides {factor.name} in another: each part "
                     f"would meet one block of {factor.name} only.",
                     at=factor.span,
@@ -434,13 +379,9 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
 
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:
-    letters: dict[str, str] = {}
-    left: list[str] = []
-    for operand in opened:
-        for name in operand.names:
-            if name not in letters:
-                if len(letters) == len(string.ascii_letters):
-                    call.fail(f"einsum takes up to {len(letters)} dimensions in all.", error=LayoutError)
-                letters[name] = string.ascii_letters[len(letters)]
-        left.append("".join(map(letters.__getitem__, operand.names)))
-    return f"{','.join(left)}->{''.join(map(letters.__getitem__, right))}"
+    names = dict.fromkeys([name for operand in opened for name in operand.names])
+    if len(names) > len(string.ascii_letters):
+        call.fail(f"einsum takes up to {len(string.ascii_letters)} dimensions in all.")
+    letters = dict(zip(names, string.ascii_letters, strict=False))
+    *left, out = ["".join(map(letters.__getitem__, one)) for one in [*(operand.names for operand in opened), right]]
+    return f"{','.join(left)}->{out}"

@@ -18,7 +18,6 @@ from spmd._trees.leaves import is_int, not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm.collectives import roll_p
-from spmd.errors import CommunicationError, LayoutError
 from spmd.language import Dim, Layout
 from spmd.modes import Frame
 from spmd.ops._gradients import custom_vjp
@@ -159,40 +158,38 @@ def exchange(
       >>> print(rows, owner, stayed)  # the last device has slots for two of its three rows
       [ 5  0 30 12 14 22 35 31] [ 0 -1  3  1  1  2  3  3] 2
     """
-    call = open_call(
-        "exchange", layout, names, arrays=(rows, owner), inputs=1, outputs=None, arrow=False, example=_EXAMPLE
-    )
-    [src] = call.pattern.inputs
-    dim = _counted(call, src)
+    call = open_call("exchange", layout, names, arrays=(rows, owner), arrow=False, example=_EXAMPLE)
+    dim = _counted(call)
     numbers = call.operand(owner, layout=Layout.from_dims([Dim(dim.atoms)]), name="owner")
     if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
-        call.fail(f"owners are integers, not {numbers.x.dtype}.", error=LayoutError)
+        call.fail(f"owners are integers, not {numbers.x.dtype}.")
     [factor] = numbers.factors
     if fault := not_int("capacity, the number of rows,", capacity, 1):
-        call.fail(fault, advice=f"as in {_EXAMPLE}", error=LayoutError)
+        call.fail(fault, advice=f"as in {_EXAMPLE}")
     job = _Job(call, factor, capacity, _distances(call, hops), ragged)
     if hops is not None and ragged is not None:
         rule = "give hops= or ragged=, not both: rows travel by permutes or by one ragged_all_to_all."
-        call.fail(rule, error=LayoutError)
+        call.fail(rule)
     leaves, tree = jax.tree.flatten(rows)
     calls = [call.fork() for _ in leaves]
     operands = [own.operand(value, name="rows") for own, value in zip(calls, leaves, strict=True)]
     with call.scope():
         parts, owners, stayed = job.run(operands, numbers.x)
-    plain = src.without_brackets()
+    plain = call.src.without_brackets()
     parts = [own.result(part, plain) for own, part in zip(calls, parts, strict=True)]
     return jax.tree.unflatten(tree, parts), call.result(owners, numbers.layout), call.result(stayed, Layout("scalar"))
 
 
-def _counted(call: Call, src: Layout) -> Dim:
+def _counted(call: Call) -> Dim:
     """The dimension that counts the rows."""
+    src = call.src
     plain_dims(call, src, unnamed=True, literals=True)
     marked = [dim for dim in src.dims if dim.bracket]
     if len(marked) != 1 or len(marked[0].atoms) != 1:
         rule = "exchange moves the rows that one dimension counts: put it in brackets."
-        call.fail(rule, advice=f"as in {_EXAMPLE}", error=LayoutError)
+        call.fail(rule, advice=f"as in {_EXAMPLE}")
     if src.unreduced:
-        call.fail("a row goes to one device, and a partial sum is on several: psum first.", error=CommunicationError)
+        call.refuse("a row goes to one device, and a partial sum is on several: psum first.")
     return marked[0]
 
 
@@ -202,7 +199,7 @@ def _distances(call: Call, hops: Any) -> tuple[int, ...] | None:
     good = isinstance(hops, (tuple, list)) and len(hops) and all(is_int(hop) and hop for hop in hops)
     if not good:
         rule = f"hops are ints other than zero, such as (1, -1), not {hops!r}."
-        call.fail(rule, error=LayoutError)
+        call.fail(rule)
     return tuple(hops)
 
 
@@ -243,7 +240,7 @@ class _Job:
 
     @cached_property
     def blocks(self) -> int:
-        return self.call.frame.axis_size(self.factor.axes) if self.factor.axes else 1
+        return self.call.frame.axis_size(self.factor.axes)
 
     @cached_property
     def slots(self) -> int:
@@ -265,7 +262,7 @@ class _Job:
         if not self.divided:
             return _numbers(self.blocks)
         axes = self.factor.axes
-        return jnp.asarray(_lax.axis_index(axes, dict(self.call.frame.sizes)), jnp.int32)[None]
+        return jnp.asarray(_lax.axis_index(axes, self.call.mesh), jnp.int32)[None]
 
     def run(self, operands: list[Operand], owner: Any) -> tuple[list[Any], Any, Any]:
         """The rows of each operand, their owners, and how many stayed."""
@@ -374,16 +371,16 @@ class _Job:
         """The rows `(block, slot, width)` in their new slots. The maps are one-to-one, so no gradient is a sum."""
         if not x.shape[-1]:
             return x
-        stays = _picked(x, plan.kept, plan.keeps)
+        stays = picked(x, plan.kept, plan.keeps)
         if not self.distances:
             return stays
         if plan.routes is not None:
             there, back = (Route(*(one[0] for one in route)) for route in plan.routes)
-            rows = _picked(x, plan.order, jnp.ones_like(plan.order, bool))[0]
+            rows = picked(x, plan.order, jnp.ones_like(plan.order, bool))[0]
             came = travelled(self.factor.axes, (self.slots, self.slots), rows, there, back)[None]
             return jnp.where(plan.keeps[..., None], stays, came)
         flat = lambda a: a.reshape(a.shape[0], -1)
-        sent = _picked(x, flat(plan.send), flat(plan.sends))
+        sent = picked(x, flat(plan.send), flat(plan.sends))
         sent = sent.reshape(*plan.send.shape, -1)
         if self.hops is not None:
             came = jnp.stack([self.shifted(sent[:, i], hop) for i, hop in enumerate(self.distances)], 1)
@@ -400,9 +397,8 @@ class _Job:
         """The places of all blocks, `by` blocks further."""
         if not self.divided:
             return roll_p.bind(x, by=by, axis=0)
-        n = self.blocks
-        pairs = [(i, (i + by) % n) for i in range(n)]
-        return _lax.ppermute(x, self.factor.axes, dict(self.call.frame.sizes), pairs)
+        pairs = [(i, (i + by) % self.blocks) for i in range(self.blocks)]
+        return _lax.ppermute(x, self.factor.axes, self.call.mesh, pairs)
 
 
 def _numbers(n: int) -> Any:
@@ -421,7 +417,9 @@ def _narrow(owner: Any) -> Any:
     return (jnp.maximum(owner, -1) if limits.min < -most - 1 else owner).astype(jnp.int32)
 
 
-def _picked(x: Any, index: Any, valid: Any) -> Any:
-    """The rows of each block by number, zeros where the number is not valid."""
-    found = jax.vmap(lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds"))(x, index)
-    return jnp.where(valid[..., None], found, jnp.zeros((), x.dtype))
+def picked(x: Any, index: Any, valid: Any) -> Any:
+    """The rows of `"... r d"` by number, zeros where the number is not valid."""
+    pick = lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
+    for _ in range(index.ndim - 1):
+        pick = jax.vmap(pick)
+    return jnp.where(valid[..., None], pick(x, index), jnp.zeros((), x.dtype))

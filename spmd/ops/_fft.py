@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection
-from typing import Any, Literal, NamedTuple, NoReturn, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.comm._call import Call, To, open_call
 from spmd.comm.plans import relayout
-from spmd.errors import LayoutError, not_one_of
+from spmd.errors import not_one_of
 from spmd.modes import inner
 from spmd.ops._fft_job import JOINED, Job, Stage, cut, job_of, joined, renamed_dims, route, transposed
 from spmd.ops._fft_walls import TYPES, Wall, factors, in_two_factors, transformed
@@ -66,7 +66,7 @@ def fft(x: Any, pattern: str, /, *, norm: Norm = "backward", to: To | None = Non
     References:
       N. Li, S. Laizet, 2DECOMP&FFT, Cray User Group 2010 (slabs and pencils).
     """
-    return _transform("fft.fft", x, pattern, _How(norm, to), names)
+    return _transform("fft.fft", x, pattern, names, norm=norm, to=to)
 
 
 def ifft(x: Any, pattern: str, /, *, norm: Norm = "backward", to: To | None = None, **names: Any) -> jax.Array:
@@ -97,7 +97,7 @@ def ifft(x: Any, pattern: str, /, *, norm: Norm = "backward", to: To | None = No
       >>> print(there_and_back(jnp.eye(4)).round(3).tolist()[1])
       [0.0, 1.0, 0.0, 0.0]
     """
-    return _transform("fft.ifft", x, pattern, _How(norm, to), names)
+    return _transform("fft.ifft", x, pattern, names, norm=norm, to=to)
 
 
 def rfft(
@@ -137,7 +137,7 @@ def rfft(
       >>> half(jnp.ones((8, 6))).shape
       (8, 4)
     """
-    return _transform("fft.rfft", x, pattern, _How(norm, to, pad), names)
+    return _transform("fft.rfft", x, pattern, names, norm=norm, to=to, pad=pad)
 
 
 def irfft(
@@ -173,18 +173,11 @@ def irfft(
       >>> there_and_back(jnp.ones((4, 7))).shape
       (4, 7)
     """
-    return _transform("fft.irfft", x, pattern, _How(norm, to, pad), names)
+    return _transform("fft.irfft", x, pattern, names, norm=norm, to=to, pad=pad)
 
 
 def dct(
-    x: Any,
-    pattern: str,
-    /,
-    *,
-    type: int = 2,  # noqa: A002 - as in scipy
-    norm: Norm = "backward",
-    to: To | None = None,
-    **names: Any,
+    x: Any, pattern: str, /, *, type: int = 2, norm: Norm = "backward", to: To | None = None, **names: Any
 ) -> jax.Array:
     """The discrete cosine transform along each renamed dimension: `dct(u, "x/a y z -> kx y/a z")`.
 
@@ -227,18 +220,11 @@ def dct(
       G. Strang, The discrete cosine transform, SIAM Review 41 (1999). J. Makhoul, A fast cosine transform in one and
       two dimensions, IEEE Trans. ASSP 28 (1980).
     """
-    return _transform("fft.dct", x, pattern, _How(norm, to, type=type), names)
+    return _transform("fft.dct", x, pattern, names, norm=norm, to=to, type=type)
 
 
 def idct(
-    x: Any,
-    pattern: str,
-    /,
-    *,
-    type: int = 2,  # noqa: A002 - as in scipy
-    norm: Norm = "backward",
-    to: To | None = None,
-    **names: Any,
+    x: Any, pattern: str, /, *, type: int = 2, norm: Norm = "backward", to: To | None = None, **names: Any
 ) -> jax.Array:
     """The inverse of `dct` of the same type: `idct(f, "kx y/a z -> x/a y z")`.
 
@@ -268,18 +254,11 @@ def idct(
       >>> print(abs(there_and_back(jnp.eye(4)).round(3)).tolist()[1])
       [0.0, 1.0, 0.0, 0.0]
     """
-    return _transform("fft.idct", x, pattern, _How(norm, to, type=type), names)
+    return _transform("fft.idct", x, pattern, names, norm=norm, to=to, type=type)
 
 
 def dst(
-    x: Any,
-    pattern: str,
-    /,
-    *,
-    type: int = 2,  # noqa: A002 - as in scipy
-    norm: Norm = "backward",
-    to: To | None = None,
-    **names: Any,
+    x: Any, pattern: str, /, *, type: int = 2, norm: Norm = "backward", to: To | None = None, **names: Any
 ) -> jax.Array:
     """The discrete sine transform along each renamed dimension: `dst(u, "x/a y z -> kx y/a z")`.
 
@@ -320,18 +299,11 @@ def dst(
       >>> np.allclose(laplace, 1, atol=1e-4)
       True
     """
-    return _transform("fft.dst", x, pattern, _How(norm, to, type=type), names)
+    return _transform("fft.dst", x, pattern, names, norm=norm, to=to, type=type)
 
 
 def idst(
-    x: Any,
-    pattern: str,
-    /,
-    *,
-    type: int = 2,  # noqa: A002 - as in scipy
-    norm: Norm = "backward",
-    to: To | None = None,
-    **names: Any,
+    x: Any, pattern: str, /, *, type: int = 2, norm: Norm = "backward", to: To | None = None, **names: Any
 ) -> jax.Array:
     """The inverse of `dst` of the same type: `idst(f, "kx y/a z -> x/a y z")`.
 
@@ -361,55 +333,47 @@ def idst(
       >>> print(abs(there_and_back(jnp.eye(4)).round(3)).tolist()[1])
       [0.0, 1.0, 0.0, 0.0]
     """
-    return _transform("fft.idst", x, pattern, _How(norm, to, type=type), names)
+    return _transform("fft.idst", x, pattern, names, norm=norm, to=to, type=type)
 
 
 # --- one transform -----------------------------------------------------------------------------------------
 
 
-class _How(NamedTuple):
-    """The keywords of a transform."""
-
-    norm: str | None  # None for "backward": with that word `jnp.fft` multiplies by one
-    to: To | None
-    pad: bool = False
-    type: int = 2
-
-
+_PLAIN: dict[str, Any] = {"norm": "backward", "to": None, "pad": False, "type": 2}  # keywords that nobody gives
 _SINES = {"fft.dct": False, "fft.idct": False, "fft.dst": True, "fft.idst": True}
 
 
-def _wall(call: Call, how: _How) -> Wall | None:
+def _wall(call: Call, kind: Any) -> Wall | None:
     """The transform between walls that is called; None for those of periodic arrays."""
     if call.name not in _SINES:
         return None
-    if not_int("type", how.type) or how.type not in TYPES:
-        call.fail(f"type is 1, 2, 3 or 4, not {how.type!r}.", error=LayoutError)
-    return Wall(_SINES[call.name], how.type, call.name.startswith("fft.i"))
+    if not_int("type", kind) or kind not in TYPES:
+        call.fail(f"type is 1, 2, 3 or 4, not {kind!r}.")
+    return Wall(_SINES[call.name], kind, call.name.startswith("fft.i"))
 
 
-def _transform(who: str, x: Any, pattern: Any, how: _How, names: dict[str, Any]) -> Any:
-    also = {k: v for k, v in how._asdict().items() if v != _How("backward", None)._asdict()[k]}
+def _transform(who: str, x: Any, pattern: Any, names: dict[str, Any], **given: Any) -> Any:
+    how = {**_PLAIN, **given}
+    also = {key: value for key, value in how.items() if value != _PLAIN[key]}
     example = f'{who}(x, "b/dp d -> b/dp k")'
     call = open_call(who, pattern, names, arrays=(x,), example=example, also=also)
-    call.type_copies(how.to)
-    if how.norm not in NORMS:
-        call.fail(not_one_of("norm", how.norm, NORMS), error=LayoutError)
-    how = how._replace(norm=None if how.norm == "backward" else how.norm)
-    wall = _wall(call, how)
+    call.type_copies(how["to"])
+    if how["norm"] not in NORMS:
+        call.fail(not_one_of("norm", how["norm"], NORMS))
+    norm = None if how["norm"] == "backward" else how["norm"]  # with that word `jnp.fft` multiplies by one
+    wall = _wall(call, how["type"])
     operand = call.operand(x)
     x = _inexact(call, operand.x)
-    named = job_of(call, operand, x.dtype, renamed_dims(call), how.pad, wall)
+    named = job_of(call, operand, x.dtype, renamed_dims(call), how["pad"], wall)
     job = named.of_wide_axes()  # a dimension with one block is whole
     with call.scope(), call.hidden():
         stages = route(job)
         if not _in_place(named) and (stages if job == named else route(named)) is None:
             _nowhere(call, named)  # decided by names, so that it is an error on every mesh
         if stages is not None:
-            return call.result(_Walk(call, job, named, operand.names, how, wall).run(x, stages))
+            return call.result(_Walk(call, job, named, operand.names, norm, wall).run(x, stages))
         sizes = factors(named.before[-1], named.parts(named.source[-1]))
-        inverse = who == "fft.ifft"
-        return call.result(in_two_factors(x, sizes, named.source[-1], inverse=inverse, norm=how.norm))
+        return call.result(in_two_factors(x, sizes, named.source[-1], inverse=who == "fft.ifft", norm=norm))
 
 
 def _in_place(job: Job) -> bool:
@@ -419,21 +383,20 @@ def _in_place(job: Job) -> bool:
 
 
 def _nowhere(call: Call, job: Job) -> NoReturn:
-    [src] = call.pattern.inputs
     rule = (
         "a dimension must be whole while it is transformed, and no other dimension here can take over its axes. The "
         "only dimension of an array stays in place if it is complex and both sides divide it alike."
     )
-    got = [f'"{src.short}", of size {job.before[-1]}', call.frame.describe()]
-    call.fail(rule, got=got, advice="gather it first, or give the array another dimension", error=LayoutError)
+    got = [f'"{call.src.short}", of size {job.before[-1]}', call.frame.describe()]
+    call.fail(rule, got=got, advice="gather it first, or give the array another dimension")
 
 
 def _inexact(call: Call, x: Any) -> Any:
     """Numbers that XLA transforms: smaller floats become float32, integers and booleans JAX's default float."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         if call.name == "fft.rfft":
-            fix = call.paste(call.pattern.inputs[0], call.pattern.outputs[0], name="fft.fft")
-            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix=fix, error=LayoutError)
+            fix = call.paste(call.src, call.dst, name="fft.fft")
+            call.fail("rfft is for real arrays.", got=[f"dtype {x.dtype}"], fix=fix)
         return x
     wide = jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.result_type(float)
     return x if x.dtype in (jnp.float32, jnp.float64) else x.astype(wide)
@@ -446,11 +409,9 @@ class _Walk:
     anyway, and its pieces are joined where the transform reads them.
     """
 
-    def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], how: _How, wall: Wall | None) -> None:
-        self.call, self.job, self.named, self.norm = call, job, named, how.norm
-        self.to: To = call.to
-        self.wall = wall
-        self.names = names
+    def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], norm: Any, wall: Wall | None) -> None:
+        self.call, self.job, self.named = call, job, named
+        self.names, self.norm, self.wall = names, norm, wall
         self.order = tuple(range(len(names)))  # which dimension each axis of the array is
         self.padded: dict[int, tuple[str, ...]] = {}  # padded dimensions, and the axes that they had then
 
@@ -465,12 +426,8 @@ class _Walk:
                 x = self.go(x, at, stage, left)
                 at = stage.to
         if self.placed(at) != self.named.target and self.call.frame.mode != "reference":
-            x = _relayout(x, f"{self.text(at)} -> {self.written(self.named.target)}", to=self.to)
-        return self.restored(x)
-
-    def restored(self, x: Any) -> Any:
-        """The dimensions in their own order again."""
-        return transposed(x, tuple(self.order.index(i) for i in range(x.ndim)))
+            x = _relayout(x, f"{self.text(at)} -> {self.written(self.named.target)}", to=self.call.to)
+        return transposed(x, tuple(self.order.index(i) for i in range(x.ndim)))  # in their own order again
 
     def go(self, x: Any, at: tuple[Any, ...], stage: Stage, left: set[int]) -> Any:
         """A change of layout, between padding and cropping where a dimension does not divide."""
@@ -489,20 +446,23 @@ class _Walk:
 
     def resized(self, x: Any, at: tuple[Any, ...], sizes: dict[int, int]) -> Any:
         """Each block with zeros added or entries removed at its end, so that the dimensions have these sizes."""
-        auto = self.call.frame.mode == "auto"
 
         def run(x: Any) -> Any:
             shape = list(x.shape)
             for i, size in sizes.items():
-                shape[self.order.index(i)] = size // (1 if auto and not divided else self.job.parts(at[i]))
+                shape[self.order.index(i)] = size // self.job.parts(at[i])
             x = jax.lax.slice(x, [0] * x.ndim, [min(n, m) for n, m in zip(x.shape, shape, strict=True)])
             return jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, shape, strict=True)])
 
-        divided = any(at[i] for i in sizes)
-        if not sizes or not (auto and divided):
-            return run(x) if sizes else x
-        text = self.text(at)
-        return _local(run, f"{text} -> {self.text(at, sizes)}")(x)
+        if any(at[i] for i in sizes):
+            return self.on_shards(run, x, at, sizes)
+        return run(x) if sizes else x
+
+    def on_shards(self, fn: Callable[[Any], Any], x: Any, at: tuple[Any, ...], renamed: Collection[int]) -> Any:
+        """A function of shards that changes the sizes of some dimensions: in auto mode an island."""
+        if self.call.frame.mode != "auto":
+            return fn(x)
+        return _local(fn, f"{self.text(at)} -> {self.text(at, renamed)}")(x)
 
     def moved(self, x: Any, at: tuple[Any, ...], to: tuple[Any, ...], freed: list[int]) -> Any:
         """From one placement to another. The dimensions that are freed to be transformed become the last ones."""
@@ -515,23 +475,22 @@ class _Walk:
                 axes = at[giver][len(to[giver]) :]
                 simple = at[giver] == (*to[giver], *axes) and to[taker] == (*at[taker], *axes)
                 if simple and 1 < self.job.parts(axes) <= JOINED:
-                    return _exchanged(x, axes, self.job.parts(axes), order.index(giver), order.index(taker))
-        return _relayout(x, f"{self.text(at)} -> {self.text(to)}", to=self.to)
+                    pieces = cut(x, self.job.parts(axes), order.index(taker))
+                    return joined(_lax.all_to_all(pieces, axes, 0, 0), order.index(giver))
+        return _relayout(x, f"{self.text(at)} -> {self.text(to)}", to=self.call.to)
 
     def apply(self, x: Any, dims: tuple[int, ...], at: tuple[Any, ...]) -> Any:
-        """The transform along dimensions that are whole. In auto mode it is an island, because XLA of jax 0.10 would
-        gather all other dimensions first."""
-        fn = self.plain(dims)
-        if self.call.frame.mode != "auto":
-            return fn(x)
-        text = self.text(at)
-        return _local(fn, f"{text} -> {self.text(at, self.order)}")(x)
+        """The transform along dimensions that are whole, on shards, because XLA of jax 0.10 would gather all other
+        dimensions first."""
+        return self.on_shards(self.plain(dims), x, at, self.order)
 
     def plain(self, dims: tuple[int, ...]) -> Callable[[Any], Any]:
         half, real, norm = self.job.half, self.job.real, self.norm
         place = self.order.index
         if self.wall is not None:
-            return functools.partial(self.between_walls, self.wall, [place(i) for i in dims])
+            along = functools.partial(self.wall.along_last, norm=norm)
+            one = lambda x, i: transformed(lambda x, axes: along(x), x, [place(i)])
+            return lambda x: functools.reduce(one, dims, x)
         if half in dims and real == "first":
             extra = self.job.after[half] - (self.job.before[half] // 2 + 1)
 
@@ -555,11 +514,6 @@ class _Walk:
 
         return run
 
-    def between_walls(self, wall: Wall, dims: list[int], x: Any) -> Any:
-        for i in dims:
-            x = transformed(lambda x, axes: wall.along_last(x, self.norm), x, [i])
-        return x
-
     def text(self, at: tuple[Any, ...], renamed: Collection[int] = ()) -> str:
         """The layout of a placement, with names of our own."""
         return self.written(self.placed(at), renamed)
@@ -574,8 +528,3 @@ class _Walk:
         names = [f"{'e' if i in renamed else 'd'}{i}" for i in range(len(self.names))]
         words = ["..." if self.names[i].startswith("...") else "/".join((names[i], *at[i])) for i in self.order]
         return " ".join(dict.fromkeys(words))
-
-
-def _exchanged(x: Any, axes: tuple[str, ...], n: int, giver: int, taker: int) -> Any:
-    """One all-to-all: the dimension `taker` divided by `axes` instead of `giver`."""
-    return joined(_lax.all_to_all(cut(x, n, taker), axes, 0, 0), giver)

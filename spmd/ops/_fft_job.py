@@ -17,7 +17,7 @@ from spmd import _compat
 from spmd.comm._call import Call, Operand
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
-from spmd.errors import Fix, LayoutError, SizeError
+from spmd.errors import Fix, SizeError
 from spmd.language import Atom, Dim, Layout, axes_product
 from spmd.ops._fft_walls import Wall, frequencies
 from spmd.ops._reduce import plain_dims
@@ -164,10 +164,6 @@ def _in_turn(job: Job, left: frozenset[int], i: int) -> bool:
     return not (job.real == "last" and i == job.half) or left == {i}
 
 
-def _size(job: Job, left: frozenset[int], i: int) -> int:
-    return job.before[i] if i in left else job.after[i]
-
-
 def _itemsize(job: Job, left: frozenset[int]) -> int:
     if left == job.moved:
         return job.given
@@ -240,7 +236,7 @@ def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], fr
     """
     sizes, padded, bases = [], set(), dict(state.padded)
     for i, (have, want) in enumerate(zip(state.at, to, strict=True)):
-        n = _size(job, state.left, i)
+        n = job.before[i] if i in state.left else job.after[i]
         if i in bases:
             if want not in (have, bases[i]):
                 return None
@@ -265,23 +261,23 @@ def renamed_dims(call: Call) -> tuple[int, ...]:
         plain_dims(call, layout)
         if layout.unreduced or layout.reduced:
             rule = "a Fourier transform is of complete values, without marks."
-            call.fail(rule, advice=f"psum them first, then {call.name}", error=LayoutError)
+            call.fail(rule, advice=f"psum them first, then {call.name}")
     same = len(src.dims) == len(dst.dims)
     if not same or [d.ellipsis for d in src.dims] != [d.ellipsis for d in dst.dims]:
         rule = "the dimensions of both sides match by position, so there are as many, and '...' stands in one place."
-        call.fail(rule, got=[f'"{src.short}": {len(src.dims)}', f'"{dst.short}": {len(dst.dims)}'], error=LayoutError)
+        call.fail(rule, got=[f'"{src.short}": {len(src.dims)}', f'"{dst.short}": {len(dst.dims)}'])
     pairs = list(zip(src.dims, dst.dims, strict=True))
     moved = [i for i, (a, b) in enumerate(pairs) if a.names != b.names]
     for i in moved:
         dim = next((d for d in pairs[i] if len(d.atoms) != 1), None)
         if dim is not None:
-            call.fail("a transformed dimension has one name on each side.", at=dim.span, error=LayoutError)
+            call.fail("a transformed dimension has one name on each side.", at=dim.span)
         if dst.dims[i].atoms[0].name in src.names:
             rule = f"{dst.dims[i].atoms[0].name} is another dimension on the left: transforms keep the order."
-            call.fail(rule, at=dst.dims[i].span, error=LayoutError)
+            call.fail(rule, at=dst.dims[i].span)
     if not moved:
         rule = "the transform is along the dimensions that get another name, and none does."
-        call.fail(rule, fix=call.paste(src, _renaming(src)), error=LayoutError)
+        call.fail(rule, fix=call.paste(src, _renaming(src)))
     _check_order(call, [(src.dims[i], dst.dims[i]) for i in moved])
     return tuple(moved)
 
@@ -309,7 +305,7 @@ def _check_order(call: Call, pairs: list[tuple[Dim, Dim]]) -> None:
     got = [by_position, f"by name: {_arrows(left, by_name)}, and transposed"]
     in_order = call.paste(src, ordered)
     fix = None if in_order is None else Fix("rearrange", (in_order,), f"{ordered.short} -> {dst.short}")
-    call.fail(rule, at=pairs[i][1].span, got=got, fix=fix, error=LayoutError)
+    call.fail(rule, at=pairs[i][1].span, got=got, fix=fix)
 
 
 def _told_apart(names: list[str]) -> list[str]:
@@ -353,8 +349,7 @@ def job_of(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad
             after.append(_size_after(call, atom, factor, pad, i == moved[-1], least))
             target.append(atom.axes or ())
     real = {"fft.rfft": "first", "fft.irfft": "last"}.get(call.name, "" if wall is None else "both")
-    bare = [i for i, f in enumerate(operand.factors) if not f.name.startswith("...")]
-    single = {places[i] for i, dim in enumerate(src.dims) if len(dim.atoms) == 1 and len(dst.dims[i].atoms) == 1}
+    single = [i for i, dim in enumerate(src.dims) if len(dim.atoms) == len(dst.dims[i].atoms) == 1]
     return Job(
         source=tuple(f.axes for f in operand.factors),
         target=tuple(target),
@@ -363,7 +358,7 @@ def job_of(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad
         moved=frozenset(places[i] for i in moved),
         half=places[moved[-1]] if real in ("first", "last") else -1,
         real=real,
-        movable=frozenset(i for i in bare if i in single),
+        movable=frozenset(places[i] for i in single),
         together=call.frame.mode != "auto",
         mesh=call.frame.sizes,
         given=dtype.itemsize,
@@ -376,7 +371,7 @@ def _size_after(call: Call, atom: Atom, factor: Any, pad: bool, last: bool, leas
     size, fix = factor.size, None
     if last and call.name == "fft.rfft":
         size = frequencies(call, atom, size, pad)
-        fix = None if pad else call.paste(call.pattern.inputs[0], call.pattern.outputs[0], pad=True)
+        fix = None if pad else call.paste(call.src, call.dst, pad=True)
     elif last and call.name == "fft.irfft":
         size = _samples(call, atom, size, pad)
     if size < least:
@@ -411,8 +406,7 @@ def _samples(call: Call, atom: Atom, size: int, pad: bool) -> int:
 # --- rearrangements of a block that XLA for CPUs makes in one pass over the memory, forward and backward --------------
 #
 # XLA joins slices of one array in one pass, and a transpose that does the same takes two. But the gradient of a slice
-# is
-# an array of zeros with the slice in it, and the gradient of many slices is a sum of as many such arrays. So these
+# is an array of zeros with the slice in it, and the gradient of many slices is a sum of as many such arrays. So these
 # operations have transposes of their own: the way back.
 
 
@@ -437,9 +431,6 @@ class _Cut:
     def back(self) -> _Join:
         return _Join(self.n, self.dim)
 
-    def beside(self, dims: int) -> _Cut:
-        return self
-
 
 @dataclass(frozen=True)
 class _Join:
@@ -454,28 +445,24 @@ class _Join:
     def back(self) -> _Cut:
         return _Cut(self.n, self.dim, fixed=True)
 
-    def beside(self, dims: int) -> _Join:
-        return self
-
 
 @dataclass(frozen=True)
 class _Transpose:
-    """A transpose. If there are few planes, it goes plane by plane, which suits caches better."""
+    """A transpose of the first dimensions; others stay. If there are few planes, it goes plane by plane, which suits
+    caches better."""
 
     order: tuple[int, ...]
 
     def run(self, x: Any) -> Any:
-        place = self.order.index(0) if self.order else 0
+        order = (*self.order, *range(len(self.order), x.ndim))
+        place = order.index(0) if order else 0
         if 0 < place < x.ndim - 1 and x.shape[0] <= JOINED:
-            rest = [i - 1 for i in self.order if i]
+            rest = [i - 1 for i in order if i]
             return jnp.stack([x[i].transpose(rest) for i in range(x.shape[0])], place)
-        return x.transpose(self.order)
+        return x.transpose(order)
 
     def back(self) -> _Transpose:
         return _Transpose(tuple(self.order.index(i) for i in range(len(self.order))))
-
-    def beside(self, dims: int) -> _Transpose:
-        return _Transpose((*self.order, dims))
 
 
 def cut(x: Any, n: int, dim: int) -> Any:
@@ -501,12 +488,8 @@ def _type(x: Any, *, step: Any) -> Any:
 def _batch(args: Any, dims: Any, *, step: Any) -> Any:
     """With a dimension behind all others, which stays there."""
     [x], [batch] = args, dims
-    last = x.ndim - 1
-    return _move_p.bind(jnp.moveaxis(x, batch, last), step=step.beside(last)), _rank_of(x, step)
-
-
-def _rank_of(x: Any, step: Any) -> int:
-    return x.ndim - 1 + {_Cut: 1, _Join: -1, _Transpose: 0}[type(step)]
+    out = _move_p.bind(jnp.moveaxis(x, batch, -1), step=step)
+    return out, out.ndim - 1
 
 
 _move_p = _compat.linear_primitive(

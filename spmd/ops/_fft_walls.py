@@ -19,7 +19,7 @@ from spmd import _compat
 from spmd._trees.leaves import not_int
 from spmd.comm._call import Call
 from spmd.comm.collectives import all_to_all
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Atom
 from spmd.modes import scope
 from spmd.ops._einops import rearrange
@@ -119,9 +119,8 @@ def _row(values: Any, x: Any) -> Any:
 
 def transformed(fn: Callable[..., Any], x: Any, dims: list[int]) -> Any:
     """A transform of the dimensions `dims`. XLA transforms the last ones, so they become last, in memory too."""
-    order = [*(i for i in range(x.ndim) if i not in dims), *dims]
-    out = _compat.row_major(fn(_compat.row_major(x.transpose(order)), axes=range(-len(dims), 0)))
-    return out.transpose([order.index(i) for i in range(x.ndim)])
+    last = range(-len(dims), 0)
+    return jnp.moveaxis(_compat.row_major(fn(_compat.row_major(jnp.moveaxis(x, dims, last)), axes=last)), last, dims)
 
 
 def factors(n: int, parts: int) -> tuple[int, int]:
@@ -210,7 +209,7 @@ def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
       [ 0.  1.  2.  3. -4. -3. -2. -1.]
     """
     call = _one_dimension("fft.fftfreq", layout, names)
-    n = call.factor(call.pattern.inputs[0].dims[0].atoms[0]).size
+    n = call.factor(call.src.dims[0].atoms[0]).size
     i = iota(layout, **names)
     i = jnp.where(i < (n + 1) // 2, i, i - n)
     return i.astype(float) / (jnp.asarray(d, float) * n)
@@ -242,7 +241,7 @@ def rfftfreq(layout: str, /, n: int, d: Any = 1.0, *, pad: bool = False, **names
       [0. 1. 2. 3. 4.]
     """
     call = _one_dimension("fft.rfftfreq", layout, names)
-    [atom] = call.pattern.inputs[0].dims[0].atoms
+    [atom] = call.src.dims[0].atoms
     if fault := not_int("n, the number of samples,", n, 1):
         call.fail(fault, error=SizeError)
     size = frequencies(call, atom, n, pad)
@@ -267,7 +266,7 @@ def frequencies(call: Call, atom: Atom, n: int, pad: bool) -> int:
 
 def _one_dimension(who: str, layout: Any, names: dict[str, Any]) -> Call:
     call, dim = one_dimension(who, layout, names)
-    plain_dims(call, call.pattern.inputs[0])
+    plain_dims(call, call.src)
     if dim.composite:
-        call.fail(f"{who} asks for a dimension with one name.", advice=f'as in {who}("kx")', error=LayoutError)
+        call.fail(f"{who} asks for a dimension with one name.", advice=f'as in {who}("kx")')
     return call

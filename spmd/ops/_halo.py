@@ -1,4 +1,4 @@
-"""`halo`: copies of the neighbours' borders, as the string says, and what lies beyond the ends of the array."""
+"""`halo`: copies of the neighbours' borders, and what lies beyond the ends of the array. `deposit` is the way back."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd import _compat
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
-from spmd.errors import Fix, LayoutError, SizeError, did_you_mean
+from spmd.comm._marks import constrain
+from spmd.errors import Fix, SizeError, did_you_mean
 from spmd.language import Dim, Layout
+from spmd.modes import Frame
 
 # Our names, each with the mode of `np.pad` that gives the same elements. The odd ones are turned after mirroring.
 EDGES = {
@@ -63,11 +66,6 @@ class Edge:
         """Return how many elements at the end a mirror does not repeat: one if the wall lies on an element."""
         return int(EDGES.get(self.kind) == "reflect")
 
-    @property
-    def plain(self) -> bool:
-        """Return whether `jnp.pad` makes it without further work."""
-        return not self.odd and self.kind != "constant"
-
     def turned(self, mirrored: Any, last: Any) -> Any:
         """The mirrored elements as they lie beyond the end: unchanged, or odd about the wall on `last` or behind it."""
         if not self.odd:
@@ -105,13 +103,13 @@ class Edge:
         unsigned = jnp.issubdtype(x.dtype, jnp.unsignedinteger) or x.dtype == jnp.bool_
         if self.odd and unsigned:
             rule = f'an edge "{self.kind}" has the opposite sign, and {x.dtype} has no negative numbers.'
-            call.fail(rule, advice="convert the array to signed numbers first", error=LayoutError)
+            call.fail(rule, advice="convert the array to signed numbers first")
         if self.kind != "constant":
             return self
         if not _holds(x.dtype, self.value):
             shown = f"a value of {jnp.result_type(self.value)}" if _is_array(self.value) else repr(self.value)
             rule = f"the edge is a number that the array can hold, and {x.dtype} does not hold {shown}."
-            call.fail(rule, error=LayoutError)
+            call.fail(rule)
         value = self.value
         if isinstance(value, jax.core.Tracer):  # the check proves that it is equal on all devices
             value = call.operand(value, layout=Layout("scalar"), name="the edge").x
@@ -143,13 +141,13 @@ def read_edges(call: Call, edge: Any, layouts: Iterable[Layout], wide: Iterable[
     if unknown:
         hint = did_you_mean(str(unknown[0]), known)
         rule = f"edge names the dimensions of the pattern, and {unknown[0]!r} is not one of them{hint or '.'}"
-        call.fail(rule, got=[f"dimensions: {', '.join(known) or 'none with a name'}"], error=LayoutError)
+        call.fail(rule, got=[f"dimensions: {', '.join(known) or 'none with a name'}"])
     missing = next((dim for dim in wide if dim.atoms[0].name not in edge), None)
     if missing is not None:
         name = missing.atoms[0].name
         rule = f"edge says for each dimension with margins what lies beyond its ends, and {name} is not in it."
         advice = f'an entry for "{name}" in edge' if missing.atoms[0].named else "give the dimension a name"
-        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], advice=advice, error=LayoutError)
+        call.fail(rule, at=missing.span, got=[f"edge: {', '.join(edge) or 'empty'}"], advice=advice)
     return Edges({name: _ends(call, one, f"edge[{name!r}]") for name, one in edge.items()})
 
 
@@ -160,11 +158,11 @@ def _ends(call: Call, edge: Any, what: str) -> Ends:
         return both, both
     if len(edge) != 2:
         rule = f"{what} is one edge, or a pair for the low and the high end, and this tuple has {len(edge)}."
-        call.fail(rule, advice='as in ("zero", "edge")', error=LayoutError)
+        call.fail(rule, advice='as in ("zero", "edge")')
     low, high = _one(call, edge[0], f"{what}[0]"), _one(call, edge[1], f"{what}[1]")
     if (low.kind == "periodic") != (high.kind == "periodic"):
         rule = f"a dimension is periodic at both ends or at neither, and {what} says it of one."
-        call.fail(rule, error=LayoutError)
+        call.fail(rule)
     return low, high
 
 
@@ -181,7 +179,7 @@ def _one(call: Call, edge: Any, what: str) -> Edge:
         if _is_array(edge):
             got = f"an array of shape {jnp.shape(edge)} and dtype {edge.dtype}"
     rule = f"{what} is one of {', '.join(map(repr, EDGES))}, or a number, not {got}{hint or '.'}"
-    return call.fail(rule, advice=advice, error=LayoutError)
+    return call.fail(rule, advice=advice)
 
 
 def _is_array(value: Any) -> bool:
@@ -272,22 +270,19 @@ def halo(x: T, pattern: str, /, *, edge: Any = "periodic", corners: bool = True,
     example = 'stencil.halo(x, "b/dp d -> 1+b/dp+1 d")'
     also = {} if isinstance(edge, str) and edge == "periodic" and corners else None
     call = open_call("stencil.halo", pattern, names, arrays=(x,), example=example, also=also)
-    _check_sides(call)
+    check_sides(call)
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     edges = read_edges(call, edge, (src,), wider_dims(src, dst))
 
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value, margins=True)
+    def leaf(own: Call, operand: Operand) -> Any:
         margins = margins_of(own, operand, src, dst, edges)
-        with call.scope():
-            # without a NaN nothing would show that a corner was read, so the corners are filled
-            if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
-                return own.result(_framed(operand.x, margins, corners=False))
-            framed = all(one.sent for one in margins)
-            return own.result(_framed(operand.x, margins, corners=True) if framed else widened(operand.x, margins))
+        # without a NaN nothing would show that a corner was read, so the corners are filled
+        if not corners and call.frame.explicit and jnp.issubdtype(operand.x.dtype, jnp.inexact):
+            return _framed(operand.x, margins, corners=False)
+        framed = all(one.sent for one in margins)
+        return _framed(operand.x, margins, corners=True) if framed else widened(operand.x, margins)
 
-    return jax.tree.map(leaf, x)
+    return call.each(x, leaf, margins=True)
 
 
 def margins_of(call: Call, operand: Operand, src: Layout, dst: Layout, edges: Edges) -> list[Margins]:
@@ -314,27 +309,31 @@ def wider_dims(src: Layout, dst: Layout) -> list[Dim]:
     return [b for a, b in zip(src.dims, dst.dims, strict=True) if a.margin != b.margin]
 
 
-def _check_sides(call: Call) -> None:
+def check_sides(call: Call) -> None:
+    """Check that both sides of a halo, or of a deposit, which is the way back, differ in margins that it can change."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
+    grows = call.name == "stencil.halo"
+    who, more, less = ("halo", "wider", "narrower") if grows else ("deposit", "narrower", "wider")
     bare, wanted = without_margins(src), without_margins(dst)
     if wanted != bare or any(d.bracket for d in (*src.dims, *dst.dims)):
-        rule = "halo changes margins and nothing else: both sides have the same dimensions on the same axes."
-        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src), error=LayoutError)
+        rule = f"{who} changes margins and nothing else: both sides have the same dimensions on the same axes."
+        cut = call.paste(src, bare) if any(any(d.margin) for d in src.dims) else None
+        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=_with_margin(call, src) if grows else cut)
     for given, dim in zip(src.dims, dst.dims, strict=True):
-        if any(have > want for have, want in zip(given.margin, dim.margin, strict=True)):
-            rule = f"halo makes margins wider, and {dim.short} is narrower than {given.short}."
-            call.fail(rule, at=dim.span, advice="slice the array to cut margins off", error=LayoutError)
-    if src.unreduced:
-        rule = "the margins of a partial sum would be partial sums of the neighbours: psum first."
-        call.fail(rule, fix=call.summed_first())
-    wide = wider_dims(src, dst)
-    if not wide:
-        rule = "no dimension has a wider margin on the right, so there is nothing to add."
-        call.fail(rule, fix=_with_margin(call, src), error=LayoutError)
-    fault = next((d for d in dst.dims if any(d.margin) and len(d.atoms) != 1), None)
+        if any(have > want if grows else have < want for have, want in zip(given.margin, dim.margin, strict=True)):
+            rule = f"{who} makes margins {more}, and {dim.short} is {less} than {given.short}."
+            advice = "slice the array to cut margins off" if grows else "stencil.halo makes them wider"
+            call.fail(rule, at=dim.span, advice=advice)
+    held = "would be partial sums of the neighbours" if grows else "hold terms of other sums"
+    call.complete(f"the margins of a partial sum {held}: psum first.")
+    if src == dst:
+        rule = f"no dimension has a {more} margin on the right, so there is nothing to add."
+        advice = None if grows else 'margins on the left, as in "1+x/a+1 -> x/a"'
+        call.fail(rule, fix=_with_margin(call, src) if grows else None, advice=advice)
+    fault = next((d for d in (dst if grows else src).dims if any(d.margin) and len(d.atoms) != 1), None)
     if fault is not None:
-        rule = 'halo takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
-        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)
+        rule = f'{who} takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
+        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first")
 
 
 def with_margins(layout: Layout, margins: dict[int, tuple[int, int]]) -> Layout:
@@ -362,8 +361,8 @@ def _with_margin(call: Call, src: Layout) -> Fix | None:
 
 def _check_mirrors(one: Margins, dim: Dim) -> None:
     for edge, width in zip((one.low, one.high), dim.margin, strict=True):
-        if edge.mirrored and width > one.size - edge.skipped:
-            most = one.size - edge.skipped
+        most = one.size - edge.skipped
+        if edge.mirrored and width > most:
             name = dim.atoms[0].name
             rule = f'a margin with the edge "{edge.kind}" is at most {most} wide, since {name} has {one.size}.'
             one.call.fail(rule, at=dim.span, got=[one.call.frame.describe()], error=SizeError)
@@ -396,10 +395,6 @@ def _framed(x: Any, margins: list[Margins], *, corners: bool) -> Any:
             start[one.dim] = at
             out = lax.dynamic_update_slice(out, side, start) if side.size else out
     return out
-
-
-def _part(x: Any, dim: int, start: int, stop: int) -> Any:
-    return lax.slice_in_dim(x, start, stop, axis=dim)
 
 
 @dataclass(frozen=True)
@@ -461,16 +456,17 @@ class Margins:
             after = max(after, self.want[0] - self.local + self.low.skipped)
         if high and self.high.mirrored:
             before = max(before, self.want[1] - self.local + self.high.skipped)
-        wide = self.exchanged(x, before, after)
-        sent = all(edge.kind in ("periodic", "zero") for edge in (self.low, self.high))
-        return wide if sent else self.filled(wide, before)
+        part = lambda start, stop: lax.slice_in_dim(x, start, stop, axis=self.dim)
+        low, high = self.received_from(part, before, after)
+        wide = lax.concatenate([low, x, high], self.dim)
+        return wide if self.sent else self.filled(wide, before)
 
     # --- where the dimension is whole
 
     def padded(self, x: Any) -> Any:
         (before, after), d = self.want, self.dim
         inner = lax.slice_in_dim(x, self.have[0], self.have[0] + self.size, axis=d) if any(self.have) else x
-        if self.low.plain and self.low.kind == self.high.kind:
+        if self.low.kind == self.high.kind != "constant" and not self.low.odd:
             out = jnp.pad(inner, self.widths(x, before, after), mode=EDGES[self.low.kind])
         else:
             out = self.high.continued(self.low.continued(inner, d, before, low=True), d, after, low=False)
@@ -487,14 +483,9 @@ class Margins:
 
     # --- where it is divided
 
-    def exchanged(self, x: Any, before: int, after: int) -> Any:
-        """The block between the pieces of the devices before and after it. Beyond the ends there are zeros unless it is
-        periodic."""
-        low, high = self.received_from(functools.partial(_part, x, self.dim), before, after)
-        return lax.concatenate([low, x, high], self.dim)
-
     def received_from(self, part: Callable[[int, int], Any], before: int, after: int) -> tuple[Any, Any]:
-        """The pieces of the devices before and after, as far as the array does not have them."""
+        """The pieces of the devices before and after, as far as the array does not have them. Beyond the ends there are
+        zeros unless it is periodic."""
         low = [self.received(part, -hop, near, far) for hop, near, far in self.hops(self.have[0], before)]
         high = [self.received(part, hop, near, far) for hop, near, far in self.hops(self.have[1], after)]
         first, last = (lax.concatenate(one, self.dim) if one else part(0, 0) for one in (low[::-1], high))
@@ -514,26 +505,18 @@ class Margins:
         start = self.have[0] + (self.local - far if hop < 0 else near)
         piece = part(start, start + far - near)
         n = self.blocks
-        if self.periodic:
-            pairs = [((i + hop) % n, i) for i in range(n)]
-        else:
-            pairs = [(i + hop, i) for i in range(n) if 0 <= i + hop < n]
+        pairs = [((i + hop) % n, i) for i in range(n) if self.periodic or 0 <= i + hop < n]
         if hop % n == 0 and self.periodic:
             return piece
-        if not pairs:
-            return jnp.zeros_like(piece)
-        return _lax.ppermute(piece, self.axes, dict(self.call.frame.sizes), pairs)
+        return _lax.ppermute(piece, self.axes, self.call.mesh, pairs) if pairs else jnp.zeros_like(piece)
 
     def filled(self, wide: Any, before: int) -> Any:
         """The margins wanted, cut out of wider ones, with what lies beyond the ends as the edges say."""
         low, high = self.wider
         middle = lax.slice_in_dim(wide, before - self.have[0], before + self.local + self.have[1], axis=self.dim)
-        parts = [middle]
-        if low:
-            parts.insert(0, self.ring(wide, before, -self.want[0], low))
-        if high:
-            parts.append(self.ring(wide, before, self.local + self.have[1], high))
-        return lax.concatenate(parts, self.dim)
+        first = [self.ring(wide, before, -self.want[0], low)] if low else []
+        last = [self.ring(wide, before, self.local + self.have[1], high)] if high else []
+        return lax.concatenate([*first, middle, *last], self.dim)
 
     def ring(self, wide: Any, before: int, first: int, width: int) -> Any:
         """The elements from `first` on, counted from the block's own first one."""
@@ -542,18 +525,110 @@ class Margins:
         sent = lax.slice_in_dim(wide, before + first, before + first + width, axis=self.dim)
         if edge.kind == "zero":
             return sent
-        start = _lax.axis_index(self.axes, dict(self.call.frame.sizes)) * self.local  # of this block
+        start = _lax.axis_index(self.axes, self.call.mesh) * self.local  # of this block
         places = start + first + jnp.arange(width, dtype=jnp.int32)
         outside = places < 0 if is_low else places >= self.size
         outside = outside.reshape(tuple(-1 if i == self.dim else 1 for i in range(wide.ndim)))
         if edge.kind == "constant":
             return jnp.where(outside, edge.value, sent)
-
-        def taken(places: Any) -> Any:
-            return jnp.take(wide, places - start + before, axis=self.dim, mode="clip")
-
+        taken = lambda places: jnp.take(wide, places - start + before, axis=self.dim, mode="clip")
         mirrored = taken(edge.inside(places, self.size, low=is_low))
         if not edge.odd:
             return mirrored
         last = taken(jnp.full(1, 0 if is_low else self.size - 1, jnp.int32))
         return jnp.where(outside, edge.turned(mirrored, last), mirrored)
+
+
+# --- `deposit`: what lies in margins is added to its owners. The way back of a halo -----------------------------------
+
+
+def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T:
+    """Add what lies in margins to the elements that it belongs to: `deposit(rho, "1+x/a+1 y -> x/a y")`.
+
+    Each device has added something to a block with margins, as particles do near a border. What it added to a margin
+    belongs to elements of other devices. So a margin here holds contributions, not copies: the array that is meant is
+    the sum of all blocks, each at its place. What is computed from an array with the margins of a `halo` is added to a
+    new array, or the copies count too. On the whole array a deposit is the transpose of `jnp.pad`: what lies beyond the
+    ends is added where `halo` would copy it from. It is the transpose of `halo` with the same edge, and each is the
+    gradient of the other.
+
+    Margins may have any width, even wider than a block, on any number of dimensions, divided or whole. What lies in
+    corners arrives too. A margin may also get narrower without going away.
+
+    Communication: that of the halo, in reverse: one collective-permute for each dimension with margins and for each
+    side, or several if it is wider than a block, together as many bytes as the margins. Backward the halo.
+
+    Args:
+      x: An array or a pytree of arrays of this layout, of numbers.
+      pattern: `"layout -> layout"`, with the same dimensions and axes, and narrower margins on the right.
+      edge: Where contributions beyond the ends of the array go, as in `halo`: one edge for all dimensions, a pair for
+        the low and the high end, or a dict with an entry for each dimension with margins. "periodic" adds them at the
+        other end. "zero" drops them. "edge" adds them to the last element. "symmetric" and "reflect" add each to its
+        mirror image; "antisymmetric" subtracts it there; "antireflect" subtracts it there and adds it twice to the last
+        element.
+      **names: Sizes or mesh axes of names in the pattern.
+
+    Returns:
+      The array with what was in its margins, and without them.
+
+    Raises:
+      LayoutError: If the sides differ in more than margins, a margin gets wider, a dimension in several parts has a
+        margin, the array holds booleans, or an edge is unknown, a number other than zero, or names a dimension that
+        the pattern lacks.
+      SizeError: If a mirrored margin is wider than the array, or, for a wall on the last element, as wide.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(a=4)
+      >>> @spmd.kernel("x/a -> x/a", mesh=mesh)
+      ... def to_both_sides(u):
+      ...     # each element adds to the ones before and after it
+      ...     wide = jnp.pad(u, (0, 2)) + jnp.pad(u, (2, 0))
+      ...     return spmd.stencil.deposit(wide, "1+x/a+1 -> x/a")
+      >>> print(to_both_sides(jnp.arange(8)))
+      [ 8  2  4  6  8 10 12  6]
+    """
+    example = 'stencil.deposit(x, "1+b/dp+1 d -> b/dp d")'
+    also = {} if isinstance(edge, str) and edge == "periodic" else None
+    call = open_call("stencil.deposit", pattern, names, arrays=(x,), example=example, also=also)
+    check_sides(call)
+    [wide], [narrow] = call.pattern.inputs, call.pattern.outputs
+    edges = read_edges(call, edge, (wide,), wider_dims(narrow, wide))
+    _check_edges(call, edges)
+
+    def leaf(own: Call, operand: Operand) -> Any:
+        if operand.x.dtype == jnp.bool_:
+            own.fail("a deposit adds numbers, and the array holds booleans.")
+        return _narrowed(call.frame, operand.x, margins_of(own, operand, narrow, wide, edges))
+
+    return call.each(x, leaf, margins=True)
+
+
+def _narrowed(frame: Frame, x: Any, margins: list[Margins]) -> Any:
+    """The transpose of `widened`, at an array of its result's shape."""
+    if frame.explicit:  # typed as what a permute gives, so that nothing is summed
+        x = _compat.pvary(x, frame.in_mesh_order({axis for one in margins for axis in one.axes}))
+    narrow = x
+    for one in margins:
+        low, high = one.wider
+        narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
+    return jax.linear_transpose(lambda y: widened(_gathered(frame, y, margins), margins), narrow)(x)[0]
+
+
+def _gathered(frame: Frame, x: Any, margins: list[Margins]) -> Any:
+    """In auto mode each dimension whole whose margin is as wide as a block. XLA's partitioner fails at the gradient of
+    some of these, and a device needs all of another block there."""
+    if frame.mode != "auto":
+        return x
+    small = {m.dim for m in margins if m.axes and max(m.want) * frame.axis_size(m.axes) >= m.size}
+    if not small:
+        return x
+    layout = Layout(" ".join(f"d{i}" if i in small else f"1+d{i}" for i in range(x.ndim)))  # with a margin: left open
+    return constrain(x, layout, frame)
+
+
+def _check_edges(call: Call, edges: Edges) -> None:
+    ends = [*edges.named.values(), *([edges.others] if edges.others else [])]
+    if any(end.kind == "constant" for pair in ends for end in pair):
+        rule = "deposit cannot add to a fixed number beyond the ends of the grid."
+        call.fail(rule, advice='edge="zero" drops what lies there')

@@ -7,7 +7,6 @@ In explicit mode a body is per-shard code already. Where it sees whole arrays, s
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
@@ -25,7 +24,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
 from spmd.comm._keywords import check_array, misfit
 from spmd.comm._marks import mark, rearranged
-from spmd.errors import CommunicationError, LayoutError, ModeError, SpmdError
+from spmd.errors import LayoutError, ModeError, SpmdError
 from spmd.language import Dim, Layout
 from spmd.mesh import no_mesh
 from spmd.modes import Frame, current_frame
@@ -75,15 +74,7 @@ def local(
       >>> print(neighbour(jnp.arange(8)), neighbour.reference(jnp.arange(8)))
       [2 3 0 1 6 7 4 5] [2 3 0 1 6 7 4 5]
     """
-    job = _Job("local", fn, pattern, names, reference=reference)
-
-    def run(*args: Any) -> Any:
-        frame = current_frame("spmd.local")
-        if frame.mode == "reference" and reference is not None:
-            return _whole(job, frame, args)
-        return {"explicit": _explicit, "auto": _auto, "reference": _reference}[frame.mode](job, frame, args)
-
-    return _named(run, fn)
+    return _island(_Job("local", fn, pattern, names, reference=reference))
 
 
 def opaque(
@@ -124,20 +115,20 @@ def opaque(
       >>> print(rows(jnp.array([[3, 1], [2, 0], [5, 4], [7, 6]])).tolist())
       [[1, 3], [0, 2], [4, 5], [6, 7]]
     """
-    job = _Job("opaque", fn, pattern, names, typed=False, reference=reference)
+    return _island(_Job("opaque", fn, pattern, names, typed=False, reference=reference))
+
+
+def _island(job: _Job) -> Callable[..., Any]:
+    """The function in the mode of the body that calls it."""
 
     def run(*args: Any) -> Any:
-        frame = current_frame("spmd.opaque")
-        if frame.mode == "reference":
-            return _whole(job, frame, args)
-        return {"explicit": _explicit, "auto": _auto}[frame.mode](job, frame, args)
+        frame = current_frame(f"spmd.{job.name}")
+        whole = job.reference is not None or not job.typed
+        modes = {"explicit": _explicit, "auto": _auto, "reference": _whole if whole else _reference}
+        return modes[frame.mode](job, job.open(args, frame), args)
 
-    return _named(run, fn)
-
-
-def _named(run: Callable[..., Any], fn: Any) -> Callable[..., Any]:
-    run.__name__ = run.__qualname__ = getattr(fn, "__name__", "island")
-    run.__doc__ = getattr(fn, "__doc__", None)
+    run.__name__ = run.__qualname__ = getattr(job.fn, "__name__", "island")
+    run.__doc__ = getattr(job.fn, "__doc__", None)
     return run
 
 
@@ -193,13 +184,13 @@ def _results(call: Call, out: Any) -> tuple[Any, ...]:
     if not isinstance(found, (tuple, list)) or len(found) != wanted:
         have = f"{len(found)} results" if isinstance(found, (tuple, list)) else f"one {type(found).__name__}"
         rule = f"the function returns one array per layout on the right: {wanted}."
-        call.fail(rule, got=[have], error=LayoutError)
+        call.fail(rule, got=[have])
     return tuple(found)
 
 
-def _finish(call: Call, outs: Sequence[Any], role: str) -> Any:
+def _finish(call: Call, out: Any, role: str) -> Any:
     """The results checked and marked, in the structure that the caller gets."""
-    done = []
+    outs, done = _results(call, out), []
     for i, (y, layout) in enumerate(zip(outs, call.pattern.outputs, strict=True)):
         y = _closed(call, y, layout, "the result" if len(outs) == 1 else f"result {i}")
         done.append(mark(y, layout, call.text, role=role, frame=call.frame))
@@ -219,16 +210,16 @@ def _opened(call: Call, args: Sequence[Any]) -> list[Any]:
 # --- explicit ------------------------------------------------------------------------------------------------
 
 
-def _explicit(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
-    call = job.open(args, frame)
+def _explicit(job: _Job, call: Call, args: Sequence[Any]) -> Any:
     shards = _opened(call, args)
-    run = job.fn if job.typed else functools.partial(_untyped, call, job.fn)
-    with contextlib.nullcontext() if job.typed else call.scope():
-        out = run(*shards)
-    return _finish(call, _results(call, out), "annotate")
+    if job.typed:
+        return _finish(call, job.fn(*shards), "annotate")
+    with call.scope():
+        out = _untyped(call, job.fn, shards)
+    return _finish(call, out, "annotate")
 
 
-def _untyped(call: Call, fn: Callable[..., Any], *shards: Any) -> Any:
+def _untyped(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> Any:
     """Run a function on shards that JAX does not know to vary.
 
     Around it types and gradients are those of an elementwise operation: arguments are made varying on every
@@ -240,8 +231,7 @@ def _untyped(call: Call, fn: Callable[..., Any], *shards: Any) -> Any:
     axes = call.frame.in_mesh_order((said & set(_compat.manual_axes())) | held)
     bare = [_lax.retype(_compat.pvary(x, axes), axes, "hidden") for x in shards]
     _check_alone(call, fn, bare)
-    outs = [_lax.retype(jnp.asarray(y), axes, "shown") for y in _results(call, fn(*bare))]
-    return outs[0] if len(outs) == 1 else tuple(outs)
+    return [_lax.retype(jnp.asarray(y), axes, "shown") for y in _results(call, fn(*bare))]
 
 
 def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
@@ -250,20 +240,19 @@ def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> N
     held = {a for x in traced.consts if isinstance(x, jax.Array) for a in _compat.varying_axes(x)}
     if held:
         rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
-        call.fail(rule, advice="pass that value as an argument, with its layout")
+        call.refuse(rule, advice="pass that value as an argument, with its layout")
     named = {a for eqn in equations(traced) for a in axes_of(eqn) if a in call.frame.axis_names}
     if named:
         rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
-        call.fail(rule, advice="spmd.local, which tells the modes what its collectives do", error=CommunicationError)
+        call.refuse(rule, advice="spmd.local, which tells the modes what its collectives do")
 
 
 # --- auto ----------------------------------------------------------------------------------------------------
 
 
-def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
+def _auto(job: _Job, call: Call, args: Sequence[Any]) -> Any:
     """The function in a `shard_map` of its own, between constraints."""
-    call = job.open(args, frame)
-    layouts = _inputs(call, args)
+    frame, layouts = call.frame, _inputs(call, args)
     _check_blocks(call, (*layouts, *call.pattern.outputs))
     pairs = zip(_opened(call, args), layouts, strict=True)
     arrays = [mark(x, layout, call.text, role="operand", frame=frame) for x, layout in pairs]
@@ -276,7 +265,7 @@ def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
     def body(*shards: Any) -> Any:
         with inside.enter():
             entered = [_enter(x, layout, frame) for x, layout in zip(shards, layouts, strict=True)]
-            outs = _results(call, _explicit(job, inside, entered))
+            outs = _results(call, _explicit(job, job.open(entered, inside), entered))
             with call.scope():
                 return tuple(_leave(y, o, frame) for y, o in zip(outs, call.pattern.outputs, strict=True))
 
@@ -293,16 +282,15 @@ def _auto(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
 
 
 def _check_blocks(call: Call, layouts: Sequence[Layout]) -> None:
-    for layout in layouts:
-        for dim in layout.dims:
-            scattered = dim.scattered and call.frame.mode == "auto"
-            if any(dim.margin) or scattered:
-                what = "has no margins" if any(dim.margin) else "cannot be cut into scattered blocks"
-                rule = f"in {call.frame.mode} mode a body sees whole arrays, and a whole array {what}."
-                advice = (
-                    "add the margins inside the function" if any(dim.margin) else "two dimensions, and rearrange inside"
-                )
-                call.fail(rule, at=dim.span, advice=advice, error=ModeError)
+    for dim in (dim for layout in layouts for dim in layout.dims):
+        fault = None
+        if any(dim.margin):
+            fault, advice = "has no margins", "add the margins inside the function"
+        elif dim.scattered and call.frame.mode == "auto":
+            fault, advice = "cannot be cut into scattered blocks", "two dimensions, and rearrange inside"
+        if fault:
+            rule = f"in {call.frame.mode} mode a body sees whole arrays, and a whole array {fault}."
+            call.fail(rule, at=dim.span, advice=advice, error=ModeError)
 
 
 def _spec(layout: Layout, rank: int) -> P:
@@ -332,21 +320,19 @@ def _leave(y: Any, layout: Layout, frame: Frame) -> Any:
 # --- reference -----------------------------------------------------------------------------------------------
 
 
-def _whole(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
-    call = job.open(args, frame)
+def _whole(job: _Job, call: Call, args: Sequence[Any]) -> Any:
     if job.reference is None:
         call.fail(
             "reference mode runs on whole arrays, and nobody said what this call computes on them.",
             advice=f"{call.text[:-1]}, reference=global_fn), or the kernel's explicit mode",
             error=ModeError,
         )
-    return _finish(call, _results(call, job.reference(*_opened(call, args))), "result")
+    return _finish(call, job.reference(*_opened(call, args)), "result")
 
 
-def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
+def _reference(job: _Job, call: Call, args: Sequence[Any]) -> Any:
     """The function on blocks, under a nest of `vmap`s whose axis names are the mesh's."""
-    call = job.open(args, frame)
-    layouts = _inputs(call, args)
+    frame, layouts = call.frame, _inputs(call, args)
     _check_blocks(call, (*layouts, *call.pattern.outputs))
     inside = frame.replace(mode="explicit", island=True)
     blocks = [_cut(operand, frame) for operand in (call.operand(x, i) for i, x in enumerate(args))]
@@ -355,7 +341,7 @@ def _reference(job: _Job, frame: Frame, args: Sequence[Any]) -> Any:
         with inside.enter():
             entered = [_enter(x, layout, frame) for x, layout in zip(shards, layouts, strict=True)]
             _check_undifferentiated(call, job.fn, entered)
-            return _results(call, _explicit(job, inside, entered))
+            return _results(call, _explicit(job, job.open(entered, inside), entered))
 
     mapped = body
     for axis, size in reversed(frame.sizes):
@@ -387,19 +373,12 @@ def _cut(operand: Operand, frame: Frame) -> Any:
     """A whole array as its blocks: one leading dimension per axis that divides it, in mesh order."""
     have = [(*factor.axes, i) for i, factor in enumerate(operand.factors)]  # a block goes by its number
     leading = frame.in_mesh_order([axis for factor in operand.factors for axis in factor.axes])
-    blocks = iter(range(len(have)))
-    dims = [[next(blocks) for _ in range(count)] for count in _counts(operand.layout, len(have))]
+    want: list[list[Any]] = [[axis] for axis in leading]
+    blocks, extra = iter(range(len(have))), len(have) - len(operand.layout.atoms)
+    for dim in operand.layout.dims:
+        want += [[next(blocks)] for _ in range(extra)] if dim.ellipsis else [[next(blocks) for _ in dim.atoms]]
     sizes: dict[Any, int] = {axis: frame.axis_size(axis) for axis in leading}
-    return rearranged(operand.x, have, [*([axis] for axis in leading), *dims], sizes)
-
-
-def _counts(layout: Layout, factors: int) -> list[int]:
-    """Return how many factors each dimension has, `...` expanded."""
-    extra = factors - len(layout.atoms)
-    out: list[int] = []
-    for dim in layout.dims:
-        out += [1] * extra if dim.ellipsis else [len(dim.atoms)]
-    return out
+    return rearranged(operand.x, have, want, sizes)
 
 
 def _join(call: Call, y: Any, layout: Layout) -> Any:
@@ -425,13 +404,10 @@ def _join(call: Call, y: Any, layout: Layout) -> Any:
 
 def _parts(call: Call, dim: Dim, size: int) -> list[tuple[Axes, int]]:
     """Axes and block of each factor of a dimension that must be told apart to put its blocks together."""
-    if sum(bool(a.axes) for a in dim.atoms) < 2:
+    if not dim.scattered:
         return [(dim.axes, size)]
-    out = []
-    for atom in dim.atoms:
-        axes = atom.axes or ()
-        out.append((axes, call.factor(atom).size // (call.frame.axis_size(axes) if axes else 1)))
-    return out
+    parts = [(atom.axes or (), call.factor(atom).size) for atom in dim.atoms]
+    return [(axes, whole // call.frame.axis_size(axes)) for axes, whole in parts]
 
 
 # --- branches whose predicate may differ between devices --------------------------------------------------------------
@@ -478,25 +454,20 @@ def cond(predicate: Any, true_fn: Callable[..., R], false_fn: Callable[..., R], 
         check_array(value, what, misfit("cond(predicate, true_fn, false_fn, *operands)"))
     shape = jnp.shape(predicate)
     if shape != ():
-        raise LayoutError(
-            f"the predicate of cond is a scalar, and this one has shape {shape}.",
-            call="cond(predicate, ...)",
-        )
+        rule = f"the predicate of cond is a scalar, and this one has shape {shape}."
+        raise LayoutError(rule, call="cond(predicate, ...)")
     varying = frame.in_mesh_order(_compat.varying_axes(predicate)) if frame.explicit else ()
 
-    def aligned(out: Any, other: Any) -> Any:
-        """Both branches typed alike, as `lax.cond` wants them."""
-        return jax.tree.map(lambda a, b: _compat.pvary(a, frame.in_mesh_order(_compat.varying_axes(b))), out, other)
+    def typed(fn: Callable[..., Any], other: Any) -> Callable[..., Any]:
+        """A branch that is typed as the other one too, as `lax.cond` wants them."""
+        alike = lambda a, b: _compat.pvary(a, frame.in_mesh_order(_compat.varying_axes(b)))
+        return lambda *args: jax.tree.map(alike, fn(*args), other)
 
     if not varying:
-        if not frame.explicit:
-            return jax.lax.cond(predicate, true_fn, false_fn, *operands)
-        kinds = [jax.eval_shape(f, *operands) for f in (true_fn, false_fn)]
-
-        def typed(fn: Callable[..., Any], other: Any) -> Callable[..., Any]:
-            return lambda *args: aligned(fn(*args), other)
-
-        return jax.lax.cond(predicate, typed(true_fn, kinds[1]), typed(false_fn, kinds[0]), *operands)
+        if frame.explicit:
+            yes, no = (jax.eval_shape(fn, *operands) for fn in (true_fn, false_fn))
+            true_fn, false_fn = typed(true_fn, no), typed(false_fn, yes)
+        return jax.lax.cond(predicate, true_fn, false_fn, *operands)
     yes, no = true_fn(*operands), false_fn(*operands)
     _check_alike(yes, no)
     return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes, no)

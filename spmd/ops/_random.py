@@ -28,7 +28,7 @@ from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, open_call
 from spmd.comm._keywords import as_array
 from spmd.comm._marks import mark
-from spmd.errors import LayoutError, ModeError, ReplicationError
+from spmd.errors import ModeError, ReplicationError
 from spmd.language import Layout
 
 THREEFRY = "threefry2x32"
@@ -160,7 +160,7 @@ def _key_words(call: Call, key: Any) -> Any:
     if not typed and dtype != np.uint32:
         got = [type(key).__name__ if dtype is None else f"{dtype}{list(key.shape)}"]
         rule = "the first argument is a random key."
-        call.fail(rule, got=got, advice="as in jax.random.key(seed)", error=LayoutError)
+        call.fail(rule, got=got, advice="as in jax.random.key(seed)")
     kind = str(jax.random.key_impl(key)) if typed else jax.config.jax_default_prng_impl
     if kind != THREEFRY:
         call.fail(
@@ -182,7 +182,6 @@ def _key_words(call: Call, key: Any) -> Any:
             "one key draws one array.",
             got=[f"keys of shape {key.shape if typed else key.shape[:-1]}"],
             advice="jax.vmap over the keys; the string does not mention the mapped dimension",
-            error=LayoutError,
         )
     return jax.random.key_data(key) if typed else jnp.asarray(key)
 
@@ -203,14 +202,14 @@ def _check_layout(call: Call, layout: Layout) -> None:
     for dim in layout.dims:
         if any(dim.margin):
             rule = "random values have no margins: those are copies of the neighbours'."
-            call.fail(rule, at=dim.span, advice="draw without, then add the margins", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="draw without, then add the margins")
         if dim.ellipsis or any(a.name == "_" for a in dim.atoms):
             rule = f"the size of {'...' if dim.ellipsis else '_'} is not known here."
-            call.fail(rule, at=dim.span, advice="name every dimension", error=LayoutError)
+            call.fail(rule, at=dim.span, advice="name every dimension")
     if layout.unreduced or layout.reduced:
         plain = Layout.from_dims(layout.dims)
         rule = "random values are complete, so the layout has no marks."
-        call.fail(rule, advice=f'"{plain.short}"', error=LayoutError)
+        call.fail(rule, advice=f'"{plain.short}"')
 
 
 def _check_number(call: Call, **numbers: Any) -> None:
@@ -220,7 +219,6 @@ def _check_number(call: Call, **numbers: Any) -> None:
                 f"{name} is one number for the whole array, not an array.",
                 got=[f"{name}: shape {np.shape(value)}"],
                 advice="draw with the default and scale the result",
-                error=LayoutError,
             )
 
 
@@ -236,20 +234,18 @@ def _draw(
     sample: Callable[..., Any],
 ) -> Any:
     call = open_call(name, layout, names, arrays=(key,), arrow=False, example=f'{name}(key, "b/dp", b=8)')
-    [placed] = call.pattern.inputs
-    _check_layout(call, placed)
+    _check_layout(call, call.src)
     _check_number(call, **numbers)
     data = _key_words(call, key)
     # A bound that the compiler sees is folded at compile time, and the rounding then differs from that at run time.
-    fail = functools.partial(call.fail, error=LayoutError)
-    bounds = [lax.optimization_barrier(as_array(value, name, fail)) for name, value in numbers.items()]
-    shape = call.local_shape(placed)
+    bounds = [lax.optimization_barrier(as_array(value, name, call.fail)) for name, value in numbers.items()]
+    shape = call.local_shape(call.src)
     if call.frame.explicit:
-        _check_equal(call, data, placed)
-        own = _block_key(call, data, placed, shape)
+        _check_equal(call, data, call.src)
+        own = _block_key(call, data, call.src, shape)
     else:
         own = _typed(data)
-    return mark(sample(own, shape, *bounds), placed, call.text, role="created", frame=call.frame)
+    return mark(sample(own, shape, *bounds), call.src, call.text, role="created", frame=call.frame)
 
 
 def uniform(

@@ -47,29 +47,29 @@ def placed(name: str, axes: Iterable[str]) -> str:
 # --- what a pattern may contain -----------------------------------------------------------------------------
 
 
-def plain_dims(call: Call, layout: Layout, *, unnamed: bool = False, literals: bool = False) -> None:
+def plain_dims(call: Call, *layouts: Layout, unnamed: bool = False, literals: bool = False) -> None:
     """Complain about dimensions that mean nothing to the operation: margins, `_`, literal sizes."""
-    call.no_margins(layout)
-    for dim in layout.dims:
-        for atom in dim.atoms:
+    for layout in layouts:
+        call.no_margins(layout)
+        for atom in layout.atoms:
             if (atom.name == "_" and not unnamed) or (atom.size is not None and not literals):
                 what = "an unnamed dimension" if atom.name == "_" else f"the literal size {atom.name}"
                 rule = f"{call.name} follows dimensions by their names, and {what} has none: name it."
-                call.fail(rule, at=atom.span, error=LayoutError)
+                call.fail(rule, at=atom.span)
 
 
-def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
+def right_names(call: Call, have: Mapping[str, Any]) -> list[str]:
     """The factors of the right side, one per array axis, without literal 1s."""
+    dst = call.dst
     if dst.reduced:
         call.fail(
             f"{{R:{','.join(dst.reduced)}}} is made by defer, not by {call.name}.",
             at=call.mark_span("{R:", last=True),
-            error=LayoutError,
         )
     dots = [name for name in have if name.startswith("...")]
     if dots and not dst.has_ellipsis:
         rule = f"{call.name} keeps the dimensions of '...', since the pattern does not say how they are placed."
-        call.fail(rule, advice="name them, or write ... on the right too", error=LayoutError)
+        call.fail(rule, advice="name them, or write ... on the right too")
     names: list[str] = []
     for dim in dst.dims:
         if dim.ellipsis:
@@ -81,7 +81,7 @@ def right_names(call: Call, dst: Layout, have: Mapping[str, Any]) -> list[str]:
                 known = [name for name in have if not name.startswith(("_", "..."))]
                 hint = did_you_mean(atom.name, known)
                 rule = f"{atom.name} is on the right and not on the left{hint or '.'}"
-                call.fail(rule, at=atom.span, got=[f"on the left: {', '.join(known) or 'no names'}"], error=LayoutError)
+                call.fail(rule, at=atom.span, got=[f"on the left: {', '.join(known) or 'no names'}"])
             names.append(atom.name)
     return names
 
@@ -101,8 +101,7 @@ def land(
       names: The factors of the right side, one per array axis.
       linear: Whether partial results may be left (`{U:}`), as for sums.
     """
-    dst = call.pattern.outputs[0]
-    atoms = {atom.name: atom for atom in dst.atoms}
+    atoms = {atom.name: atom for atom in call.dst.atoms}
     scatters: list[tuple[int, Axes]] = []
     gone: set[str] = set()
     for position, name in enumerate(names):
@@ -116,9 +115,8 @@ def land(
         call.local(have[name].size, after, name, atoms[name].span)
         scatters.append((position, gained))
         gone.update(gained)
-    left = dst.unreduced
-    if left:
-        _check_left(call, dst, partial, linear)
+    left = call.dst.unreduced
+    _check_left(call, partial, linear)
     if not call.frame.explicit:  # whole arrays have no parts
         return Landing((), (), ())
     gone.update(left)
@@ -129,7 +127,6 @@ def _check_step(
     call: Call, atom: Atom, before: Axes, after: Axes, have: Mapping[str, Factor], partial: Mapping[str, str]
 ) -> None:
     """An output dimension may gain minor-most axes that carry partial results, and nothing else."""
-    dst = call.pattern.outputs[0]
     one, two = placed(atom.name, before), placed(atom.name, after)
     if after == before[: len(after)]:
         lost = "/".join(before[len(after) :])
@@ -142,7 +139,7 @@ def _check_step(
             f"{call.name} adds axes at the end of a dimension only: {one} on the left cannot become {two}. "
             "That is a relayout."
         )
-        axes = {name: have[name].axes for name in dst.names if name in have}
+        axes = {name: have[name].axes for name in call.dst.names if name in have}
         _refuse(call, atom, rule, partial, _in_two_lines(call, axes, "relayout"))
     for axis in after[len(before) :]:
         if axis in partial:
@@ -156,24 +153,23 @@ def _check_step(
 
 
 def _refuse(call: Call, atom: Atom, rule: str, partial: Mapping[str, str], fix: Fix | None) -> NoReturn:
-    call.fail(rule, at=atom.span, got=_got(call, partial), fix=fix)
+    call.refuse(rule, at=atom.span, got=_got(call, partial), fix=fix)
 
 
 def _in_two_lines(call: Call, axes: Mapping[str, Axes], verb: str) -> Fix | None:
     """The operation without the change of layout, and the verb that then makes the change."""
-    dst = call.pattern.outputs[0]
-    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), with_axes(dst, axes))
-    bare = dst.without_brackets()
+    first = call.paste(", ".join(layout.short for layout in call.pattern.inputs), with_axes(call.dst, axes))
+    bare = call.dst.without_brackets()
     return None if first is None else Fix(verb, (first,), f"{with_axes(bare, axes)} -> {bare.short}")
 
 
-def _check_left(call: Call, dst: Layout, partial: Mapping[str, str], linear: bool) -> None:
-    for axis in dst.unreduced:
+def _check_left(call: Call, partial: Mapping[str, str], linear: bool) -> None:
+    for axis in call.dst.unreduced:
         at = call.mark_span("{U:", last=True)
         if not linear:
-            call.fail("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
+            call.refuse("only sums and means can be left partial: the parts of anything else do not add up.", at=at)
         if axis not in partial:
-            call.fail(
+            call.refuse(
                 f"{{U:{axis}}} on the right, and the result is not a partial sum on {axis}.",
                 at=at,
                 got=_got(call, partial),
@@ -188,13 +184,9 @@ def _got(call: Call, partial: Mapping[str, str]) -> list[str]:
 
 def with_axes(layout: Layout, axes: Mapping[str, Axes]) -> str:
     """The layout's text with other axes on some names, for pasting. It is never checked."""
-
-    def atom_text(atom: Atom) -> str:
-        return placed(atom.name, axes.get(atom.name, atom.axes or ()))
-
     parts = []
     for dim in layout.dims:
-        inside = " ".join(map(atom_text, dim.atoms))
+        inside = " ".join(placed(atom.name, axes.get(atom.name, atom.axes or ())) for atom in dim.atoms)
         inside = "..." if dim.ellipsis else f"({inside})" if dim.composite else inside
         parts.append(f"[{inside}]" if dim.bracket else inside)
     if layout.unreduced:
@@ -276,30 +268,21 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     call = open_call("reduce", pattern, names, arrays=(x,), example='reduce(x, "b/dp d -> d", "mean")', also=also)
     if not isinstance(op, str) or op not in RUN:
         advice = _SQUARES if op in ("var", "std") else None
-        call.fail(not_one_of("op", op, RUN), advice=advice, error=LayoutError)
-    [src], [dst] = call.pattern.inputs, call.pattern.outputs
-    plain_dims(call, src, unnamed=True, literals=True)
-    plain_dims(call, dst, literals=True)
+        call.fail(not_one_of("op", op, RUN), advice=advice)
+    plain_dims(call, call.src, unnamed=True, literals=True)
+    plain_dims(call, call.dst, literals=True)
     operand = call.operand(x)
     have = factors_by_name(operand)
-    right = right_names(call, dst, have)
-    if op not in LINEAR and src.unreduced:
-        rule = f"{op} of a partial sum is not {op} of its parts: psum first."
-        call.fail(rule, fix=call.summed_first())
-    landing = land(call, have, _partial(have, right, src.unreduced), right, linear=op in LINEAR)
-    _check_kind(call, operand.x, op)
-    gone = tuple(i for i, name in enumerate(operand.names) if name not in right)
-    kept = [name for name in operand.names if name in right]
-    copies = _copies(call, operand.x, landing)
-    job = _Job(
-        call=call,
-        dims=gone,
-        order=tuple(kept.index(name) for name in right),
-        count=math.prod(operand.factors[i].size for i in gone),
-        landing=landing,
-        copies=copies,
-    )
-    call.closing(x, src, copies)
+    right = right_names(call, have)
+    if op not in LINEAR:
+        call.complete(f"{op} of a partial sum is not {op} of its parts: psum first.")
+    partial = {axis: f"the operand is {{U:{axis}}}" for axis in call.src.unreduced}
+    partial |= {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
+    landing = land(call, have, partial, right, linear=op in LINEAR)
+    if op in ("max", "min") and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
+        call.fail(f"{op} needs numbers that are ordered, and the array is {operand.x.dtype}.")
+    job = _Job(call, operand, right, landing)
+    call.closing(x, call.src, job.copies)
     with call.scope():
         out = RUN[op](operand.x, job)
     return call.result(out)
@@ -308,38 +291,26 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
 _SQUARES = 'two means: m = reduce(x, "...", "mean"), and that of (x - m) ** 2, where 1 stands for what is reduced'
 
 
-def _partial(have: Mapping[str, Factor], right: list[str], marked: Axes) -> dict[str, str]:
-    """The axes along which the local result is a part, each with the reason."""
-    partial = {axis: f"the operand is {{U:{axis}}}" for axis in marked}
-    return partial | {a: f"{placed(n, f.axes)} is reduced" for n, f in have.items() if n not in right for a in f.axes}
-
-
-def _check_kind(call: Call, x: Any, op: str) -> None:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating) and op in ("max", "min"):
-        call.fail(f"{op} needs numbers that are ordered, and the array is {x.dtype}.", error=LayoutError)
-
-
-def _copies(call: Call, x: Any, landing: Landing) -> Axes:
-    """For a scalar: the axes on which `x` is a gathered copy. It is reduced over them, so that JAX types it equal."""
-    if not call.frame.explicit or not call.pattern.outputs[0].is_scalar:
-        return ()
-    open_axes = _compat.varying_axes(x) - {*landing.all_axes, *landing.left, *call.frame.stages}
-    return call.frame.in_mesh_order(open_axes)
-
-
 # --- the operations -----------------------------------------------------------------------------------------
 
 
 class _Job:
     """The work: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
 
-    def __init__(self, *, call: Call, dims: Dims, order: Dims, count: int, landing: Landing, copies: Axes):
-        self.frame = call.frame
-        self.dims, self.order = dims, order
+    def __init__(self, call: Call, operand: Operand, right: list[str], landing: Landing):
+        self.frame, self.landing = call.frame, landing
+        self.dims = tuple(i for i, name in enumerate(operand.names) if name not in right)
+        kept = [name for name in operand.names if name in right]
+        self.order = tuple(kept.index(name) for name in right)
+        count = math.prod(operand.factors[i].size for i in self.dims)
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
-        self.landing, self.copies = landing, copies
         self.axes = call.frame.in_mesh_order(landing.all_axes)
-        self.copy_count = call.frame.axis_size(copies) if copies else 1
+        # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal.
+        closes = call.frame.explicit and call.dst.is_scalar
+        loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages}
+        self.copies = call.frame.in_mesh_order(loose) if closes else ()
+        self.copy_count = call.frame.axis_size(self.copies)
+        self.every = (*self.axes, *self.copies)
 
     def place(self, x: Any) -> Any:
         """The axes of a local result in the order of the right side."""
@@ -347,6 +318,7 @@ class _Job:
 
     def land_sum(self, x: Any) -> Any:
         """Sum over the partial axes. Copies are averaged in the same all-reduce."""
+        x = self.place(x)
         if self.copies:
             if jnp.issubdtype(x.dtype, jnp.inexact):
                 x = x / self.copy_count
@@ -356,6 +328,7 @@ class _Job:
 
     def land_whole(self, x: Any) -> Any:
         """Keep this device's block of a result that every device has whole."""
+        x = self.place(x)
         for position, axes in self.landing.scatters:
             for axis in axes:
                 x = _lax.slice_block(x, axis, position, self.frame.axis_size(axis))
@@ -363,28 +336,30 @@ class _Job:
 
 
 def _sum(x: Any, job: _Job) -> Any:
-    return job.land_sum(job.place(jnp.sum(x, axis=job.dims)))
+    return job.land_sum(jnp.sum(x, axis=job.dims))
 
 
 def _mean(x: Any, job: _Job) -> Any:
     if x.dtype in (jnp.float16, jnp.bfloat16):
         # In 16 bits the sum could overflow, and it loses more bits than the mean. So divide first, as jnp.mean does.
         part = jnp.sum(x, axis=job.dims, dtype=jnp.float32) / job.divisor
-        return job.land_sum(job.place(part.astype(x.dtype)))
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    return job.land_sum(job.place(jnp.sum(x, axis=job.dims))) / job.divisor
+        return job.land_sum(part.astype(x.dtype))
+    return job.land_sum(jnp.sum(inexact(x), axis=job.dims)) / job.divisor
+
+
+def inexact(x: Any) -> Any:
+    """Numbers with fractions: integers and booleans become JAX's default float."""
+    return x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(jax.eval_shape(jnp.exp, x).dtype)
 
 
 def _extreme(name: str, x: Any, job: _Job) -> Any:
-    axes = (*job.axes, *job.copies)
-    if not axes:
+    if not job.every:
         local = jnp.max if name == "max" else jnp.min
-        return job.place(local(x, axis=job.dims))
+        return job.land_whole(local(x, axis=job.dims))
     if x.dtype == jnp.bool_:
         return _logical("any" if name == "max" else "all", x, job)
     run = _global_extreme if jnp.issubdtype(x.dtype, jnp.inexact) else _primal_extreme
-    return job.land_whole(job.place(run(x, name, job.dims, axes)))
+    return job.land_whole(run(x, name, job.dims, job.every))
 
 
 def _primal_extreme(x: Any, name: str, dims: Dims, axes: Axes) -> Any:
@@ -410,10 +385,9 @@ def _extreme_jvp(name: str, dims: Dims, axes: Axes, primals: Any, tangents: Any)
 def _logical(name: str, x: Any, job: _Job) -> Any:
     local, collective = (jnp.any, _lax.pmax) if name == "any" else (jnp.all, _lax.pmin)
     out = local(x, axis=job.dims)
-    axes = (*job.axes, *job.copies)
-    if axes:  # collectives reduce numbers
-        out = collective(out.astype(jnp.int32), axes) != 0
-    return job.land_whole(job.place(out))
+    if job.every:  # collectives reduce numbers
+        out = collective(out.astype(jnp.int32), job.every) != 0
+    return job.land_whole(out)
 
 
 def _prod(x: Any, job: _Job) -> Any:
@@ -422,21 +396,19 @@ def _prod(x: Any, job: _Job) -> Any:
         # Gather and multiply, because the gradient of a product needs the other factors, zeros among them.
         out = jnp.prod(_lax.all_gather(out[None], job.axes, 0, "invarying"), axis=0)
     if job.copies:
-        inexact = jnp.issubdtype(out.dtype, jnp.inexact)
-        out = _lax.psum(out / job.copy_count, job.copies) if inexact else _lax.pmax(out, job.copies)
-    return job.land_whole(job.place(out))
+        mean = jnp.issubdtype(out.dtype, jnp.inexact)
+        out = _lax.psum(out / job.copy_count, job.copies) if mean else _lax.pmax(out, job.copies)
+    return job.land_whole(out)
 
 
 def _logsumexp(x: Any, job: _Job) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jax.eval_shape(jnp.exp, x).dtype)
-    axes = (*job.axes, *job.copies)
-    if not axes:
-        return job.place(jax.scipy.special.logsumexp(x, axis=job.dims))
-    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x.real, axis=job.dims)), axes)
+    x = inexact(x)
+    if not job.every:
+        return job.land_whole(jax.scipy.special.logsumexp(x, axis=job.dims))
+    top = _lax.pmax(jax.lax.stop_gradient(jnp.max(x.real, axis=job.dims)), job.every)
     top = jnp.where(jnp.isfinite(top), top, jnp.zeros_like(top)).astype(x.dtype)
-    total = _lax.psum(jnp.sum(jnp.exp(x - jnp.expand_dims(top, job.dims)), axis=job.dims) / job.copy_count, axes)
-    return job.land_whole(job.place(jnp.log(total) + top))
+    total = _lax.psum(jnp.sum(jnp.exp(x - jnp.expand_dims(top, job.dims)), axis=job.dims) / job.copy_count, job.every)
+    return job.land_whole(jnp.log(total) + top)
 
 
 RUN: dict[Op, Callable[[Any, _Job], Any]] = {

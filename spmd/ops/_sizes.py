@@ -145,10 +145,10 @@ def iota(layout: str, /, dtype: Any = jnp.int32, **names: Any) -> jax.Array:
       [0 1 2 3 4 5 6 7]
     """
     call = open_made("iota", layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     at = counted(call, made)
     if any(made.dims[at].margin):
-        call.fail("iota has no meaning for a margin.", at=made.dims[at].span, error=LayoutError)
+        call.fail("iota has no meaning for a margin.", at=made.dims[at].span)
     shape = call.local_shape(made)
     x = jax.lax.broadcast_in_dim(positions(call, made.dims[at], dtype), shape, (at,))
     x = _compat.pvary(x, call.frame.in_mesh_order(made.axis_names)) if call.frame.explicit else x
@@ -160,7 +160,7 @@ def counted(call: Call, made: Layout) -> int:
     found = [i for i, dim in enumerate(made.dims) if dim.bracket] or list(range(len(made.dims)))
     if len(found) != 1:
         rule = f'{call.name} counts along one dimension: put it in brackets, as in "b/dp [s/cp]".'
-        call.fail(rule, got=[f"{len(made.dims)} dimensions"], error=LayoutError)
+        call.fail(rule, got=[f"{len(made.dims)} dimensions"])
     return found[0]
 
 
@@ -191,25 +191,25 @@ def open_made(who: str, layout: Any, names: Mapping[str, Any]) -> Call:
     if not isinstance(layout, str) and hasattr(layout, "shape"):
         raise LayoutError(f'{who} makes an array, so its first argument is a layout: {who}("b/dp d").')
     call = open_call(who, layout, names, inputs=1, arrow=False, example=f'{who}("b/dp", b=8)')
-    [made] = call.pattern.inputs
+    made = call.src
     for dim in made.dims:
         if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
-            call.fail(f"{who} needs to know every size, so every dimension has a name.", at=dim.span, error=LayoutError)
+            call.fail(f"{who} needs to know every size, so every dimension has a name.", at=dim.span)
     return call
 
 
 def _filled(who: str, layout: Any, value: Any, dtype: Any, to: str | None, names: Mapping[str, Any]) -> Any:
     call = open_made(who, layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     if np.ndim(value) != 0:
-        call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
-    check_array(value, "the value", functools.partial(call.fail, error=LayoutError), dtype)
+        call.fail(f"the value is a scalar, not an array of shape {np.shape(value)}.")
+    check_array(value, "the value", call.fail, dtype)
     if to not in (None, "varying"):
-        call.fail(f'to is "varying" or absent, not {to!r}.', error=LayoutError)
+        call.fail(f'to is "varying" or absent, not {to!r}.')
     if made.unreduced and not (isinstance(value, (int, float)) and value == 0):
         n = call.frame.axis_size(made.unreduced)
         rule = f"a partial sum starts from zeros: {n} equal parts would add up to {n} times the value."
-        call.fail(rule, at=call.mark_span("{"), advice=f'as in zeros("{made.short}")')
+        call.refuse(rule, at=call.mark_span("{"), advice=f'as in zeros("{made.short}")')
     x = jnp.full(call.local_shape(made), value, dtype)
     if call.frame.explicit:
         axes = call.frame.axis_names if to == "varying" else call.frame.in_mesh_order(made.axis_names)
@@ -262,14 +262,11 @@ def size(*args: Any, **names: Any) -> int:
     if len(args) == 2:
         x, layout = args
         call = open_call("size", layout, names, arrays=(x,), arrow=False, example='size(x, "[b/dp] d")', also={})
-        factors = [factor for factor in call.operand(x, margins=True).factors if factor.bracket]
-        if sum(dim.bracket for dim in call.pattern.inputs[0].dims) != 1:
-            call.fail(
-                "size asks for one dimension of the array: put it in brackets.",
-                advice='as in size(x, "... [d]")',
-                error=LayoutError,
-            )
-        return math.prod(factor.size for factor in factors)
+        operand = call.operand(x, margins=True)
+        if sum(dim.bracket for dim in operand.layout.dims) != 1:
+            rule = "size asks for one dimension of the array: put it in brackets."
+            call.fail(rule, advice='as in size(x, "... [d]")')
+        return math.prod(factor.size for factor in operand.factors if factor.bracket)
     call, dim = one_dimension("size", args[0], names)
     return math.prod(call.factor(atom).size for atom in dim.atoms)
 
@@ -340,13 +337,13 @@ def offset(layout: str, /, **names: Any) -> jax.Array | int:
     fault = next((atom for atom in rest if atom.axes), None)
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
-        call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")', error=LayoutError)
-    here = math.prod(call.factor(atom).local for atom in dim.atoms)
+        call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")')
+    factors = [call.factor(atom) for atom in dim.atoms]
     if not call.frame.explicit or not first.axes:
         return 0
-    dtype = index_dtype(call, dim)
-    index = _lax.axis_index(first.axes, dict(call.frame.sizes))
-    return jnp.asarray(index, dtype) * np.asarray(here, dtype)
+    here = math.prod(factor.local for factor in factors)
+    whole = math.prod(factor.size for factor in factors)
+    return call.start(Factor(Layout.from_dims((dim,)).short, first.axes, here, whole, span=dim.span))
 
 
 def axis_size(axes: Axes) -> int:
@@ -437,14 +434,14 @@ def one_dimension(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call
     [asked] = call.pattern.inputs
     if len(asked.dims) != 1 or asked.unreduced or asked.reduced:
         advice = f'as in {who}("{next(iter(asked.names), "b")}")'
-        call.fail(f"{who} asks for one dimension.", advice=advice, error=LayoutError)
+        call.fail(f"{who} asks for one dimension.", advice=advice)
     [dim] = asked.dims
     if dim.ellipsis or any(atom.name == "_" for atom in dim.atoms):
-        call.fail("a dimension without a name has no size of its own.", at=dim.span, error=LayoutError)
+        call.fail("a dimension without a name has no size of its own.", at=dim.span)
     if any(dim.margin):
         plain = asked.from_dims([Dim(dim.atoms, composite=dim.composite)]).short
         rule = f"{who} counts the dimension itself, without the copies in its margins."
-        call.fail(rule, at=dim.span, fix=f'spmd.{who}("{plain}")', error=LayoutError)
+        call.fail(rule, at=dim.span, fix=f'spmd.{who}("{plain}")')
     return call, dim
 
 
@@ -486,15 +483,15 @@ def linspace(
       [0.   0.25 0.5  0.75 1.   1.25 1.5  1.75]
     """
     call = open_made("linspace", layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     for what, value in (("start", start), ("stop", stop)):
-        check_array(value, what, functools.partial(call.fail, error=LayoutError))
+        check_array(value, what, call.fail)
         if np.ndim(value) != 0:
-            call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.", error=LayoutError)
+            call.fail(f"{what} is a scalar, not an array of shape {np.shape(value)}.")
     dtype = _dtype_between(start, stop) if dtype is None else dtype
     if not jnp.issubdtype(dtype, jnp.floating):
         advice = 'iota("x/a") counts in integers'
-        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", advice=advice, error=LayoutError)
+        call.fail(f"linspace makes floating-point numbers, not {jnp.dtype(dtype)}.", advice=advice)
     along = made.dims[counted(call, made)]
     steps = math.prod(call.factor(atom).size for atom in along.atoms) - endpoint
     wide = dtype if jnp.finfo(dtype).bits > 32 else jnp.float32
@@ -582,30 +579,30 @@ def _check_sides(call: Call, grid: Layout) -> None:
         single = all(len(dim.atoms) == 1 and not dim.ellipsis for dim in layout.dims)
         if not single or layout.unreduced or layout.reduced or (layout is not grid and len(layout.dims) != 1):
             rule = "each array has one dimension with one name, and the grid has all of them."
-            call.fail(rule, advice=f"as in {_EXAMPLE}", error=LayoutError)
+            call.fail(rule, advice=f"as in {_EXAMPLE}")
         if layout is not grid:
             axes[layout.dims[0].atoms[0].name] = layout.dims[0].axes
     wanted = [dim.atoms[0].name for dim in grid.dims]
     if sorted(wanted) != sorted(axes) or len(axes) != len(call.pattern.inputs):
         rule = "the grid has the dimensions of the arrays, each once."
-        call.fail(rule, got=[f"left: {', '.join(axes)}", f"right: {', '.join(wanted)}"], error=LayoutError)
+        call.fail(rule, got=[f"left: {', '.join(axes)}", f"right: {', '.join(wanted)}"])
     for dim in grid.dims:
         [name] = dim.names
         if dim.axes != axes[name]:
             one, two = placed(name, axes[name]), placed(name, dim.axes)
             rule = f"meshgrid moves nothing: {one} on the left is {two} on the right."
-            call.fail(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
+            call.refuse(rule, at=dim.span, advice=f'relayout(x, "{one} -> {two}") in a line of its own')
 
 
 def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
     """`from_function` inside a kernel."""
     call = open_made("from_function", layout, names)
-    [made] = call.pattern.inputs
+    made = call.src
     if made.unreduced or made.reduced:
-        call.fail("from_function makes complete values, without marks.", error=LayoutError)
+        call.fail("from_function makes complete values, without marks.")
     if not callable(fn):
         rule = f"fn is a function of positions, not {kind_of(fn)}."
-        call.fail(rule, advice='as in from_function(lambda i, j: i + j, "x/a y")', error=LayoutError)
+        call.fail(rule, advice='as in from_function(lambda i, j: i + j, "x/a y")')
     shape = call.local_shape(made)
     places = [
         lax.expand_dims(positions(call, dim, index_dtype(call, dim)), [k for k in range(len(shape)) if k != i])
@@ -615,10 +612,10 @@ def from_function(fn: Callable[..., Any], layout: str, /, **names: Any) -> Any:
         inspect.signature(fn).bind(*places)
     except TypeError:
         rule = f"fn takes one array of positions for each dimension, {len(places)} here."
-        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], advice='lambda i, j: ... for "x/a y"', error=LayoutError)
+        call.fail(rule, got=[f"fn{inspect.signature(fn)}"], advice='lambda i, j: ... for "x/a y"')
     except ValueError:  # a builtin has no signature
         pass
-    out = as_array(fn(*places), "what fn gives", functools.partial(call.fail, error=LayoutError))
+    out = as_array(fn(*places), "what fn gives", call.fail)
     try:
         whole = jnp.broadcast_to(out, shape)
     except ValueError:

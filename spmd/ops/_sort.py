@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import jax
@@ -13,10 +12,9 @@ from jax import lax
 
 from spmd._trees.leaves import not_int
 from spmd.comm import _lax
-from spmd.comm._call import Call, Factor
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Atom, Dim, Layout
-from spmd.ops._along import Along, along
+from spmd.ops._along import Along, along, one_unnamed
 
 T = TypeVar("T")
 Held = tuple[Any, ...]  # one device's block of keys (the elements and, if ties matter, their places) and of payload
@@ -329,7 +327,11 @@ def top_k(x: Any, layout: str, /, k: int, **names: Any) -> tuple[jax.Array, jax.
     """
     one = along("top_k", x, layout, names, most=1, ordered=True, example='top_k(x, "b/dp [d]", 2)')
     dim, factor = one.dim, one.factor
-    _check(one.call, k, factor)
+    if fault := not_int("k, the number of elements,", k):
+        one.call.fail(fault)
+    if not 1 <= k <= factor.size:
+        rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."
+        one.call.fail(rule, at=factor.span, got=[one.call.frame.describe()], error=SizeError)
 
     def divided() -> Any:
         values, positions = _last(one.x, min(k, factor.local), dim)
@@ -340,24 +342,10 @@ def top_k(x: Any, layout: str, /, k: int, **names: Any) -> tuple[jax.Array, jax.
         values, chosen = _last(values, k, dim)
         return values, jnp.take_along_axis(positions, chosen, axis=dim)
 
-    return one.result(lambda: _last(one.x, k, dim), divided, _result_layout(one.operand.layout))
+    return one.result(lambda: _last(one.x, k, dim), divided, one_unnamed(one.operand.layout))
 
 
 def _last(x: Any, k: int, dim: int) -> tuple[Any, Any]:
     """`lax.top_k` along any dimension."""
     values, positions = lax.top_k(jnp.moveaxis(x, dim, -1), k)
     return jnp.moveaxis(values, -1, dim), jnp.moveaxis(positions, -1, dim)
-
-
-def _result_layout(layout: Layout) -> Layout:
-    """The layout with an unnamed whole dimension in the place of the one in brackets."""
-    chosen = Dim((Atom("_"),))
-    return Layout.from_dims([chosen if d.bracket else replace(d, bracket=False) for d in layout.dims])
-
-
-def _check(call: Call, k: Any, factor: Factor) -> None:
-    if fault := not_int("k, the number of elements,", k):
-        call.fail(fault, error=LayoutError)
-    if not 1 <= k <= factor.size:
-        rule = f"k is from 1 to the size of {factor.name}, {factor.size}, not {k}."
-        call.fail(rule, at=factor.span, got=[call.frame.describe()], error=SizeError)

@@ -9,25 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat
 from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
-from spmd.comm._marks import constrain
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout
 from spmd.modes import inner
 from spmd.ops._along import along
-from spmd.ops._halo import (
-    Edges,
-    Margins,
-    halo,
-    margins_of,
-    read_edges,
-    widened,
-    wider_dims,
-    with_margins,
-    without_margins,
-)
+from spmd.ops._halo import Edges, halo, read_edges, with_margins, without_margins
 from spmd.ops._local import local
 
 _halo, _local = inner(halo), inner(local)
@@ -131,7 +119,7 @@ def diff(x: Any, layout: str, /, *, edge: Any = "periodic", **names: Any) -> jax
     plain = src.without_brackets()
     wide = with_margins(plain, {i: (0, 1)})
     at = i - len(src.dims) if any(d.ellipsis for d in src.dims[:i]) else i
-    padded = _halo(x, f"{plain.short} -> {wide.short}", edge=edges, **_parts_of(call, plain))
+    padded = _padded(call, x, plain, wide, edge=edges)
     n = padded.shape[at]
     later, now = (lax.slice_in_dim(padded, k, n - 1 + k, axis=at) for k in (1, 0))
     return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
@@ -180,17 +168,12 @@ def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **name
     wide = with_margins(plain, widths)
     first = next((i for i, d in enumerate(src.dims) if d.ellipsis), len(src.dims))
     places = [i - len(src.dims) if i > first else i for i in marked]
-
-    parts = _parts_of(call, plain)
-
-    def run(x: Any, weights: Any) -> Any:
-        padded = x if wide == plain else _halo(x, f"{plain.short} -> {wide.short}", edge=edges, **parts)
-        return _valid(padded, weights, places)
-
+    run = lambda x, weights: _valid(_padded(call, x, plain, wide, edge=edges), weights, places)
     if call.frame.mode == "auto":
         # An island, because XLA's partitioner (jax 0.10 and 0.12, CPU) sums wide windows over axes that hold copies
         # too, and gives multiples of convolutions and of the gradients of weights.
-        run = _local(run, f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}", **parts)
+        sides = f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}"
+        run = _local(run, sides, **_parts_of(call, plain))
     return call.result(_opened(operand, run(x, weights)), plain)
 
 
@@ -198,11 +181,18 @@ def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand
     src = operand.layout
     if any(len(src.dims[i].atoms) > 1 for i in marked) or weights.ndim != len(marked) or not weights.size:
         rule = "the weights have a size of at least 1 for each dimension in brackets, and each of those has one name."
-        call.fail(rule, got=[f"weights: shape {weights.shape}", f'"{src.short}"'], error=LayoutError)
+        call.fail(rule, got=[f"weights: shape {weights.shape}", f'"{src.short}"'])
     if weights.dtype != operand.x.dtype:
         rule = "the weights are numbers of the array's dtype."
         got = [f"weights: {weights.dtype}", f"x: {operand.x.dtype}"]
-        call.fail(rule, got=got, fix="weights.astype(x.dtype)", error=LayoutError)
+        call.fail(rule, got=got, fix="weights.astype(x.dtype)")
+
+
+def _padded(call: Call, x: Any, bare: Layout, wide: Layout, **how: Any) -> Any:
+    """An array with the margins of `wide`."""
+    if not any(any(dim.margin) for dim in wide.dims):
+        return x
+    return _halo(x, f"{bare.short} -> {wide.short}", **how, **_parts_of(call, bare))
 
 
 def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
@@ -213,14 +203,11 @@ def _parts_of(call: Call, layout: Layout) -> dict[str, Any]:
 
 def _valid(x: Any, weights: Any, places: list[int]) -> Any:
     """The convolution where the weights lie inside x. The other dimensions are a batch."""
-    places = [i % x.ndim for i in places]
-    rest = [i for i in range(x.ndim) if i not in places]
-    turned = x.transpose((*rest, *places))
-    flat = turned.reshape(-1, 1, *turned.shape[len(rest) :])
+    last, batch = range(-len(places), 0), x.ndim - len(places)
+    turned = jnp.moveaxis(x, places, last)
+    flat = turned.reshape(-1, 1, *turned.shape[batch:])
     out = lax.conv_general_dilated(flat, jnp.flip(weights)[None, None], (1,) * len(places), "VALID")
-    out = out.reshape(*turned.shape[: len(rest)], *out.shape[2:])
-    order = [*rest, *places]
-    return out.transpose([order.index(i) for i in range(x.ndim)])
+    return jnp.moveaxis(out.reshape(*turned.shape[:batch], *out.shape[2:]), last, places)
 
 
 def _opened(operand: Operand, x: Any) -> Any:
@@ -234,139 +221,10 @@ def _applied(call: Call, fn: Callable[..., Any], edge: Edges, corners: bool, arr
     for x, layout in zip(arrays, call.pattern.inputs, strict=True):
         bare = without_margins(layout)
         call.operand(x, layout=bare)  # sizes, from the arrays
-        text, wide = f"{bare.short} -> {layout.short}", any(any(d.margin) for d in layout.dims)
-        padded.append(_halo(x, text, edge=edge, corners=corners, **_parts_of(call, bare)) if wide else x)
+        padded.append(_padded(call, x, bare, layout, edge=edge, corners=corners))
     out, [output] = fn(*padded), call.pattern.outputs
     wanted = call.local_shape(output)
     if jnp.shape(out) != wanted:
         rule = f'fn returns what "{output.short}" says, of shape {wanted} here.'
         call.fail(rule, got=[f"fn returned shape {jnp.shape(out)}"], error=SizeError)
     return call.result(out, output)
-
-
-# --- deposit -----------------------------------------------------------------------------------------------------
-
-# `deposit`: what lies in margins is added to its owners. The way back of a halo.
-
-T = TypeVar("T")
-
-
-def deposit(x: T, pattern: str, /, *, edge: Any = "periodic", **names: Any) -> T:
-    """Add what lies in margins to the elements that it belongs to: `deposit(rho, "1+x/a+1 y -> x/a y")`.
-
-    Each device has added something to a block with margins, as particles do near a border. What it added to a margin
-    belongs to elements of other devices. So a margin here holds contributions, not copies: the array that is meant is
-    the sum of all blocks, each at its place. What is computed from an array with the margins of a `halo` is added to a
-    new array, or the copies count too. On the whole array a deposit is the transpose of `jnp.pad`: what lies beyond the
-    ends is added where `halo` would copy it from. It is the transpose of `halo` with the same edge, and each is the
-    gradient of the other.
-
-    Margins may have any width, even wider than a block, on any number of dimensions, divided or whole. What lies in
-    corners arrives too. A margin may also get narrower without going away.
-
-    Communication: that of the halo, in reverse: one collective-permute for each dimension with margins and for each
-    side, or several if it is wider than a block, together as many bytes as the margins. Backward the halo.
-
-    Args:
-      x: An array or a pytree of arrays of this layout, of numbers.
-      pattern: `"layout -> layout"`, with the same dimensions and axes, and narrower margins on the right.
-      edge: Where contributions beyond the ends of the array go, as in `halo`: one edge for all dimensions, a pair for
-        the low and the high end, or a dict with an entry for each dimension with margins. "periodic" adds them at the
-        other end. "zero" drops them. "edge" adds them to the last element. "symmetric" and "reflect" add each to its
-        mirror image; "antisymmetric" subtracts it there; "antireflect" subtracts it there and adds it twice to the last
-        element.
-      **names: Sizes or mesh axes of names in the pattern.
-
-    Returns:
-      The array with what was in its margins, and without them.
-
-    Raises:
-      LayoutError: If the sides differ in more than margins, a margin gets wider, a dimension in several parts has a
-        margin, the array holds booleans, or an edge is unknown, a number other than zero, or names a dimension that
-        the pattern lacks.
-      SizeError: If a mirrored margin is wider than the array, or, for a wall on the last element, as wide.
-
-    Example:
-      >>> import jax.numpy as jnp, spmd
-      >>> mesh = spmd.make_mesh(a=4)
-      >>> @spmd.kernel("x/a -> x/a", mesh=mesh)
-      ... def to_both_sides(u):
-      ...     # each element adds to the ones before and after it
-      ...     wide = jnp.pad(u, (0, 2)) + jnp.pad(u, (2, 0))
-      ...     return spmd.stencil.deposit(wide, "1+x/a+1 -> x/a")
-      >>> print(to_both_sides(jnp.arange(8)))
-      [ 8  2  4  6  8 10 12  6]
-    """
-    example = 'stencil.deposit(x, "1+b/dp+1 d -> b/dp d")'
-    also = {} if isinstance(edge, str) and edge == "periodic" else None
-    call = open_call("stencil.deposit", pattern, names, arrays=(x,), example=example, also=also)
-    _check_sides(call)
-    [wide], [narrow] = call.pattern.inputs, call.pattern.outputs
-    edges = read_edges(call, edge, (wide,), wider_dims(narrow, wide))
-    _check_edges(call, edges)
-
-    def leaf(value: Any) -> Any:
-        own = call.fork()
-        operand = own.operand(value, margins=True)
-        if operand.x.dtype == jnp.bool_:
-            own.fail("a deposit adds numbers, and the array holds booleans.", error=LayoutError)
-        margins = margins_of(own, operand, narrow, wide, edges)
-        with call.scope():
-            return own.result(_narrowed(operand.x, margins))
-
-    return jax.tree.map(leaf, x)
-
-
-def _narrowed(x: Any, margins: list[Margins]) -> Any:
-    """The transpose of `widened`, at an array of its result's shape."""
-    if margins and margins[0].call.frame.explicit:  # typed as what a permute gives, so that nothing is summed
-        x = _compat.pvary(x, margins[0].call.frame.in_mesh_order({axis for one in margins for axis in one.axes}))
-    narrow = x
-    for one in margins:
-        low, high = one.wider
-        narrow = lax.slice_in_dim(narrow, low, narrow.shape[one.dim] - high, axis=one.dim)
-    return jax.linear_transpose(lambda y: widened(_gathered(y, margins), margins), narrow)(x)[0]
-
-
-def _gathered(x: Any, margins: list[Margins]) -> Any:
-    """In auto mode each dimension whole whose margin is as wide as a block. XLA's partitioner fails at the gradient of
-    some of these, and a device needs all of another block there."""
-    if not margins or margins[0].call.frame.mode != "auto":
-        return x
-    frame = margins[0].call.frame
-    small = {m.dim for m in margins if m.axes and max(m.want) * frame.axis_size(m.axes) >= m.size}
-    if not small:
-        return x
-    layout = Layout(" ".join(f"d{i}" if i in small else f"1+d{i}" for i in range(x.ndim)))  # with a margin: left open
-    return constrain(x, layout, frame)
-
-
-def _check_edges(call: Call, edges: Edges) -> None:
-    ends = [*edges.named.values(), *([edges.others] if edges.others else [])]
-    if any(end.kind == "constant" for pair in ends for end in pair):
-        rule = "deposit cannot add to a fixed number beyond the ends of the grid."
-        call.fail(rule, advice='edge="zero" drops what lies there', error=LayoutError)
-
-
-def _check_sides(call: Call) -> None:
-    [wide], [narrow] = call.pattern.inputs, call.pattern.outputs
-    bare, wanted = without_margins(wide), without_margins(narrow)
-    if wanted != bare or any(d.bracket for d in (*wide.dims, *narrow.dims)):
-        rule = "deposit changes margins and nothing else: both sides have the same dimensions on the same axes."
-        fix = call.paste(wide, bare) if any(any(d.margin) for d in wide.dims) else None
-        call.fail(rule, got=[f'"{bare.short}"', f'"{wanted.short}"'], fix=fix, error=LayoutError)
-    for given, dim in zip(wide.dims, narrow.dims, strict=True):
-        if any(have < want for have, want in zip(given.margin, dim.margin, strict=True)):
-            rule = f"deposit makes margins narrower, and {dim.short} is wider than {given.short}."
-            call.fail(rule, at=dim.span, advice="stencil.halo makes them wider", error=LayoutError)
-    if wide.unreduced:
-        rule = "the margins of a partial sum hold terms of other sums: psum first."
-        call.fail(rule, fix=call.summed_first())
-    if wide == narrow:
-        rule = "no dimension has a narrower margin on the right, so there is nothing to add."
-        advice = 'margins on the left, as in "1+x/a+1 -> x/a"'
-        call.fail(rule, advice=advice, error=LayoutError)
-    fault = next((d for d in wide.dims if any(d.margin) and len(d.atoms) != 1), None)
-    if fault is not None:
-        rule = 'deposit takes dimensions with one name each: those of "(a b)" have no neighbours of their own.'
-        call.fail(rule, at=fault.span, advice="rearrange it into one dimension first", error=LayoutError)

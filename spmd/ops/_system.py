@@ -16,7 +16,7 @@ from jax.extend.core import jaxpr_as_fun
 from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
-from spmd.errors import LayoutError, SizeError
+from spmd.errors import SizeError
 from spmd.language import Layout
 from spmd.ops._reduce import plain_dims
 
@@ -30,7 +30,6 @@ class System:
     Attributes:
       call: The call.
       calls: The same for each array of the right side, which has its own sizes.
-      lies: The layout of the right side.
       apply: The function; see `_held`.
       precondition: The same, or None.
       b: The right side, an array or a pytree of arrays, with the type that a solution has: it varies wherever what the
@@ -38,22 +37,50 @@ class System:
       x0: Where the steps begin, typed alike, or None.
       axes: The mesh axes that divide the vector. None if each device has it whole.
       size: How many elements the whole vector has.
+      tol: The length of the residual at the end, in units of that of the right side.
+      atol: The same, as a number.
+      maxiter: The largest number of steps, if the caller says it.
     """
 
     call: Call
     calls: tuple[Call, ...]
-    lies: Layout
     apply: Apply
     precondition: Apply | None
     b: Any
     x0: Any
     axes: tuple[str, ...]
     size: int
+    tol: float = 1e-5
+    atol: float = 0.0
+    maxiter: int | None = None
+
+    @property
+    def most(self) -> int:
+        """Return the largest number of steps."""
+        return 10 * self.size if self.maxiter is None else self.maxiter
+
+    def run(self, b: Any, x0: Any) -> tuple[Any, tuple[Any, ...]]:
+        """The solution, and numbers that all devices have alike: what a solver does."""
+        raise NotImplementedError
+
+    def begin(self, b: Any, x0: Any) -> tuple[Any, Any]:
+        """Return where the steps begin, typed as the solution, and the residual there."""
+        if x0 is None:
+            return typed(jax.tree.map(jnp.zeros_like, b), varying(b)), b
+        return typed(jax.tree.map(jnp.asarray, x0), varying(b)), plus(b, self.apply(x0), -1)
+
+    def solved(self, transposed: Callable[[Apply, Any], Any], **how: Any) -> tuple[Any, ...]:
+        """The results of the call, with the gradient of the solution."""
+        with self.call.scope():
+            steps = lambda _, b: self.run(b, self.x0)
+            found: Any = lax.custom_linear_solve(self.apply, self.b, steps, transposed, has_aux=True, **how)
+            x, numbers = found
+            return self.vector(x), *map(self.scalar, numbers)
 
     def vector(self, x: Any) -> Any:
         """A vector like the right side, as a result."""
         leaves, tree = jax.tree.flatten(x)
-        return tree.unflatten([own.result(x, self.lies) for own, x in zip(self.calls, leaves, strict=True)])
+        return tree.unflatten([own.result(x, own.src) for own, x in zip(self.calls, leaves, strict=True)])
 
     def scalar(self, x: Any) -> jax.Array:
         """A number that all devices have alike, as a result."""
@@ -68,29 +95,29 @@ def system(
     precondition: Apply | None,
     x0: Any,
     names: Mapping[str, Any],
+    solver: type[System] = System,
+    **how: Any,
 ) -> System:
-    """Read a call."""
+    """Read a call. `how` is what only this solver is told."""
     example = f'{name}(apply, b, "x/a y")'
     call = open_call(f"linalg.{name}", layout, names, arrays=(b,), arrow=False, example=example, shown=("b",))
-    [lies] = call.pattern.inputs
-    plain_dims(call, lies, unnamed=True, literals=True)
-    if lies.unreduced:
-        call.fail("the right side is complete: the steps divide by its length.", fix=call.summed_first())
+    plain_dims(call, call.src, unnamed=True, literals=True)
+    call.complete("the right side is complete: the steps divide by its length.")
     leaves = jax.tree.leaves(b)
     if not leaves:
-        call.fail("b has at least one array.", got=[f"b: {b!r}"], error=LayoutError)
+        call.fail("b has at least one array.", got=[f"b: {b!r}"])
     calls = tuple(call.fork() for _ in leaves)
     operands = [own.operand(leaf) for own, leaf in zip(calls, leaves, strict=True)]
     kinds = sorted({str(operand.x.dtype) for operand in operands})
     if fault := next((kind for kind in kinds if not jnp.issubdtype(kind, jnp.inexact)), None):
-        call.fail(f"{name} solves for real or complex numbers, and b is of {fault}.", error=LayoutError)
+        call.fail(f"{name} solves for real or complex numbers, and b is of {fault}.")
     if len(kinds) > 1:
-        call.fail("b is one vector: all its arrays have one type.", got=[", ".join(kinds)], error=LayoutError)
+        call.fail("b is one vector: all its arrays have one type.", got=[", ".join(kinds)])
     axes = tuple(axis for factor in operands[0].factors for axis in factor.axes) if call.frame.explicit else ()
     size = sum(math.prod(factor.size for factor in operand.factors) for operand in operands)
     b = _typed(call, {"apply(b)": apply, "precondition(b)": precondition}, jax.tree.map(jnp.asarray, b), x0)
     held = (_held(apply, b), precondition and _held(precondition, b))
-    return System(call, calls, lies, *held, b, typed(x0, varying(b)), axes, size)
+    return solver(call, calls, *held, b, typed(x0, varying(b)), axes, size, **how)
 
 
 def _held(fn: Apply, like: Any) -> Apply:
@@ -120,7 +147,7 @@ def _typed(call: Call, functions: Mapping[str, Apply | None], b: Any, x0: Any) -
     for name, y in (made if x0 is None else made | {"x0": x0}).items():
         if jax.tree.structure(y) != jax.tree.structure(b):
             got = [f"{name}: {jax.tree.structure(y)}", f"b: {jax.tree.structure(b)}"]
-            call.fail(f"{name} has the structure of b.", got=got, error=LayoutError)
+            call.fail(f"{name} has the structure of b.", got=got)
         for own, like in zip(jax.tree.leaves(y), jax.tree.leaves(b), strict=True):
             if (jnp.shape(own), jnp.result_type(own)) != (like.shape, like.dtype):
                 got = [f"{name}: {jnp.result_type(own)}{list(jnp.shape(own))}", f"b: {like.dtype}{list(like.shape)}"]
@@ -150,33 +177,6 @@ def inner(x: Any, y: Any) -> Any:
     """The inner product of what this device has."""
     parts = jax.tree.map(lambda x, y: jnp.vdot(x, y, precision=lax.Precision.HIGHEST), x, y)
     return sum(jax.tree.leaves(parts)[1:], jax.tree.leaves(parts)[0])
-
-
-@dataclass(frozen=True)
-class Steps:
-    """What the steps of all solvers know.
-
-    Attributes:
-      apply: The linear function.
-      precondition: A function close to its inverse, or None.
-      axes: The mesh axes that divide the vector.
-      most: The largest number of steps.
-      tol: The length of the residual at the end, in units of that of the right side.
-      atol: The same, as a number.
-    """
-
-    apply: Apply
-    precondition: Apply | None
-    axes: tuple[str, ...]
-    most: int
-    tol: float
-    atol: float
-
-    def begin(self, b: Any, x0: Any) -> tuple[Any, Any]:
-        """Return where the steps begin, typed as the solution, and the residual there."""
-        if x0 is None:
-            return typed(jax.tree.map(jnp.zeros_like, b), varying(b)), b
-        return typed(jax.tree.map(jnp.asarray, x0), varying(b)), plus(b, self.apply(x0), -1)
 
 
 # --- `cg`: the solution of a linear system by conjugate gradients, of vectors that are divided over devices -----------
@@ -251,28 +251,19 @@ def cg(
       M. R. Hestenes and E. Stiefel, Methods of conjugate gradients for solving linear systems, Journal of Research of
       the National Bureau of Standards 49, 1952.
     """
-    known = system("cg", layout, b, apply, precondition, x0, names)
-    call, apply, precondition, b, x0 = known.call, known.apply, known.precondition, known.b, known.x0
-    most = 10 * known.size if maxiter is None else maxiter
-    steps = _Steps(apply, precondition, known.axes, most, tol, atol)
-    how: dict[str, Any] = {"symmetric": not any(map(jnp.iscomplexobj, jax.tree.leaves(b))), "has_aux": True}
+    how = {"tol": tol, "atol": atol, "maxiter": maxiter}
+    known = system("cg", layout, b, apply, precondition, x0, names, _Conjugate, **how)
 
     def transposed(_: Apply, b: Any) -> tuple[Any, Any]:  # of a Hermitian function: its conjugate
-        x, count = steps.run(_conjugate(b), None)
-        return _conjugate(x), count
+        x, count = known.run(jax.tree.map(jnp.conj, b), None)
+        return jax.tree.map(jnp.conj, x), count
 
-    with call.scope():
-        solved: Any = lax.custom_linear_solve(apply, b, lambda _, b: steps.run(b, x0), transposed, **how)
-        x, count = solved
-        return known.vector(x), known.scalar(count)
+    x, count = known.solved(transposed, symmetric=not any(map(jnp.iscomplexobj, jax.tree.leaves(b))))
+    return x, count
 
 
-def _conjugate(x: Any) -> Any:
-    return jax.tree.map(jnp.conj, x)
-
-
-class _Steps(Steps):
-    """The steps, with inner products of whole vectors."""
+class _Conjugate(System):
+    """The steps of `cg`, with inner products of whole vectors."""
 
     def dots(self, *pairs: tuple[Any, Any]) -> list[Any]:
         """The inner products, which are real, by one sum over the devices."""
@@ -287,7 +278,7 @@ class _Steps(Steps):
         z = self.precondition(r)
         return z, *self.dots((r, z), (r, r))
 
-    def run(self, b: Any, x0: Any) -> tuple[Any, Any]:
+    def run(self, b: Any, x0: Any) -> tuple[Any, tuple[Any, ...]]:
         """The solution and the number of steps."""
         x, r = self.begin(b, x0)
         z, product, length = self.measured(r)
@@ -308,7 +299,7 @@ class _Steps(Steps):
             return x, r, plus(z, p, (after / product).astype(like)), after, length, step + 1
 
         x, *_, count = lax.while_loop(more, step, (x, r, z, product, length, jnp.int32(0)))
-        return x, typed(count, varying(b))  # JAX wants all results of a solve to be of one type
+        return x, typed((count,), varying(b))  # JAX wants all results of a solve to be of one type
 
 
 # --- `gmres`: the solution of any linear system by generalised minimal residuals, of vectors divided over devices -----
@@ -393,20 +384,17 @@ def gmres(
       the others twice, each time with one sum: L. Giraud, J. Langou and M. Rozloznik, The loss of orthogonality in the
       Gram-Schmidt orthogonalization process, Computers and Mathematics with Applications 50, 2005.
     """
-    known = system("gmres", layout, b, apply, precondition, x0, names)
-    call, apply, precondition, b, x0 = known.call, known.apply, known.precondition, known.b, known.x0
+    how = {"tol": tol, "atol": atol, "maxiter": maxiter, "restart": restart}
+    known = system("gmres", layout, b, apply, precondition, x0, names, _Restarted, **how)
     if restart < 1:
-        call.fail("gmres takes at least one step before it restarts.", got=[f"restart={restart}"], error=SizeError)
-    most = 10 * known.size if maxiter is None else maxiter
-    steps = _Restarted(apply, precondition, known.axes, most, tol, atol, max(1, min(restart, known.size)))
+        got = [f"restart={restart}"]
+        known.call.fail("gmres takes at least one step before it restarts.", got=got, error=SizeError)
 
     def transposed(apply: Apply, b: Any) -> tuple[Any, Any]:
-        return replace(steps, apply=apply, precondition=_transposed(precondition, b)).run(b, None)
+        return replace(known, apply=apply, precondition=_transposed(known.precondition, b)).run(b, None)
 
-    with call.scope():
-        solved: Any = lax.custom_linear_solve(apply, b, lambda _, b: steps.run(b, x0), transposed, has_aux=True)
-        x, (count, length) = solved
-        return known.vector(x), known.scalar(count), known.scalar(length)
+    x, count, length = known.solved(transposed)
+    return x, count, length
 
 
 def _transposed(fn: Apply | None, like: Any) -> Apply | None:
@@ -418,10 +406,10 @@ def _transposed(fn: Apply | None, like: Any) -> Apply | None:
 
 
 @dataclass(frozen=True)
-class _Restarted(Steps):
-    """The steps, with inner products of whole vectors."""
+class _Restarted(System):
+    """The steps of `gmres`, with inner products of whole vectors."""
 
-    restart: int
+    restart: int = 20
 
     def length(self, r: Any) -> Any:
         """The length of a vector."""
@@ -430,7 +418,7 @@ class _Restarted(Steps):
     def close_to_inverse(self, x: Any) -> Any:
         return x if self.precondition is None else self.precondition(x)
 
-    def run(self, b: Any, x0: Any) -> tuple[Any, Any]:
+    def run(self, b: Any, x0: Any) -> tuple[Any, tuple[Any, ...]]:
         """The solution, the number of steps and the length of the residual."""
         x, r = self.begin(b, x0)
         length = self.length(r)
@@ -461,7 +449,7 @@ class _Restarted(Steps):
         Column k of the Hessenberg matrix is turned into one of a triangle as soon as it is known: `turn` is the product
         of the rotations, and its first column says how long the residual is.
         """
-        m, dtype = self.restart, jax.tree.leaves(r)[0].dtype
+        m, dtype = max(1, min(self.restart, self.size)), jax.tree.leaves(r)[0].dtype
         first = lambda r: jnp.zeros((m, *r.shape), dtype).at[0].set(r / length.astype(dtype))
         vectors = typed(jax.tree.map(first, r), varying(r))
         alike = lambda x: typed(x.astype(dtype), varying(length))

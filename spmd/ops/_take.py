@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any, Literal, overload
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._marks import rearranged
-from spmd.errors import LayoutError, not_one_of
+from spmd.errors import not_one_of
 from spmd.language import Atom, Layout
 from spmd.ops._einops import factors_that_agree, marked_axes, owner_of_axes
 from spmd.ops._reduce import finish, land, placed, plain_dims, right_names
@@ -59,27 +60,19 @@ def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:
        [ 0.  1.]
        [ 6.  7.]]
     """
-    call = open_call(
-        "take",
-        pattern,
-        names,
-        arrays=(table, ids),
-        inputs=2,
-        example='take(table, ids, "[v/tp] d, b -> b d")',
-        also={},
-        shown=("table", "ids"),
-    )
-    for layout in (*call.pattern.inputs, *call.pattern.outputs):
-        plain_dims(call, layout)
+    example, shown, given = 'take(table, ids, "[v/tp] d, b -> b d")', ("table", "ids"), (table, ids)
+    call = open_call("take", pattern, names, arrays=given, inputs=2, example=example, also={}, shown=shown)
+    plain_dims(call, *call.pattern.layouts)
     _apart(call)
     rows = call.operand(table, 0, name="the table")
     numbers = call.operand(ids, 1, name="ids")
     dim = _indexed(call, rows)
+    _check_ids(call, [numbers])
     have = _factors(call, rows, numbers, dim)
-    right = right_names(call, call.pattern.outputs[0], have)
+    right = right_names(call, have)
     if missing := [n for n in have if n not in right]:
         gone = have[missing[0]]
-        call.fail(f"take keeps every dimension, and {gone.name} is on the left only.", at=gone.span, error=LayoutError)
+        call.fail(f"take keeps every dimension, and {gone.name} is on the left only.", at=gone.span)
     key = rows.factors[dim]
     partial = {axis: f"the table is {{U:{axis}}}" for axis in rows.layout.unreduced}
     partial |= {axis: f"the rows {placed(key.name, key.axes)} are looked up where they lie" for axis in key.axes}
@@ -125,8 +118,15 @@ def _indexed(call: Call, rows: Operand) -> int:
         rule = "take looks up along the one dimension of the table that is in brackets."
         got = f"{len(dims)} dimensions in brackets"
         advice = 'as in "[v/tp] d, b s -> b s d"' if not dims else "a pair of brackets around one name"
-        call.fail(rule, got=[got], advice=advice, error=LayoutError)
+        call.fail(rule, got=[got], advice=advice)
     return dims[0]
+
+
+def _check_ids(call: Call, numbers: list[Operand]) -> None:
+    if fault := next((one.x.dtype for one in numbers if not jnp.issubdtype(one.x.dtype, jnp.integer)), None):
+        call.fail(f"ids are integers, not {fault}.")
+    if numbers[0].layout.unreduced:
+        call.fail("ids must be complete numbers, and these are a partial sum: psum first.")
 
 
 def _apart(call: Call) -> None:
@@ -135,22 +135,18 @@ def _apart(call: Call) -> None:
     counted = {atom.name for dim in table.dims if dim.bracket for atom in dim.atoms}
     if clash := next((atom for atom in ids.atoms if atom.name in counted), None):
         rule = f"ids count along {clash.name} of the table, and have a dimension of that name: give it another name."
-        call.fail(rule, at=clash.span, error=LayoutError)
+        call.fail(rule, at=clash.span)
 
 
 def _factors(call: Call, rows: Operand, numbers: Operand, dim: int) -> dict[str, Factor]:
     """The factors of the result by name, after the checks that tie the two operands together."""
-    if not jnp.issubdtype(numbers.x.dtype, jnp.integer):
-        call.fail(f"ids are integers, not {numbers.x.dtype}.", error=LayoutError)
-    if numbers.layout.unreduced:
-        call.fail("ids must be complete numbers, and these are a partial sum: psum first.", error=LayoutError)
     have = factors_that_agree(call, [rows, numbers])
     owners = {axis: factor for factor in rows.factors for axis in factor.axes}
     for factor in numbers.factors:
         for axis in factor.axes if factor.name not in rows.names else ():
             if axis in owners or axis in rows.layout.unreduced:
                 other = placed(owners[axis].name, owners[axis].axes) if axis in owners else f"{{U:{axis}}}"
-                call.fail(
+                call.refuse(
                     f"axis {axis} divides ids and is used by the table: a device would look up its own numbers in "
                     "its own part of the table only.",
                     at=factor.span,
@@ -223,67 +219,59 @@ def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count",
     shown, given = ("rows", "ids"), (rows, *every[:1])
     call = open_call("scatter_add", pattern, names, arrays=given, inputs=2, example=_EXAMPLE, also=also, shown=shown)
     if outside not in ("count", "drop"):
-        call.fail(not_one_of("outside", outside, ("count", "drop")), error=LayoutError)
-    for layout in (*call.pattern.inputs, *call.pattern.outputs):
-        plain_dims(call, layout)
+        call.fail(not_one_of("outside", outside, ("count", "drop")))
+    plain_dims(call, *call.pattern.layouts)
     added = call.operand(rows, 0, name="rows")
     numbers = [call.operand(one, 1, name="ids") for one in every]
     have = factors_that_agree(call, [added, numbers[0]])
-    owners = owner_of_axes(call, have, call.pattern.outputs[0].names)
+    owners = owner_of_axes(call, have, call.dst.names)
     keys = _keys(call, owners, added, numbers)
     rest = [name for name in added.names if name not in numbers[0].names]
     known = {name: have[name] for name in rest} | {key.name: key for key in keys}
-    right = right_names(call, call.pattern.outputs[0], known)
+    right = right_names(call, known)
     if missing := [name for name in known if name not in right]:
         gone = have[missing[0]]
         rule = (
             f"{gone.name} is a dimension of the rows that the ids do not have, so the table on the right must have it."
         )
-        call.fail(rule, at=gone.span, error=LayoutError)
+        call.fail(rule, at=gone.span)
     summed = {axis: f"{placed(f.name, f.axes)} is added up" for f in numbers[0].factors for axis in f.axes}
     landing = land(call, known, marked_axes(call, [added], owners) | summed, right)
     with call.scope():
         table, lost = _table(call, added, numbers, keys, rest)
         table = finish(rearranged(table, [[name] for name in known], [[name] for name in right]), landing)
         lost = _lax.psum(lost, call.frame.in_mesh_order(summed)) if call.frame.explicit else lost
-    table = call.result(table, call.pattern.outputs[0].without_brackets())
+    table = call.result(table, call.dst.without_brackets())
     return (table, call.result(lost, Layout("scalar"))) if outside == "count" else table
 
 
 def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[Operand]) -> tuple[Factor, ...]:
     """The dimensions of the table that the ids count, as large as the table is before its parts are summed: divided by
     the axes in front that divide no rows."""
-    dst, first = call.pattern.outputs[0], numbers[0]
+    dst, first = call.dst, numbers[0]
     marked = [dim for dim in dst.dims if dim.bracket]
     if len(marked) != len(numbers) or any(len(dim.atoms) != 1 for dim in marked):
         rule = "scatter_add has an array of ids for each dimension of the table in brackets, which has one name."
         count = lambda n, what: f"{n} {what}{'s' * (n != 1)}"
         got = [count(len(numbers), "array") + " of ids", count(len(marked), "dimension") + " in brackets"]
-        call.fail(rule, got=got, advice=f"as in {_EXAMPLE}", error=LayoutError)
-    if fault := next((one.x.dtype for one in numbers if not jnp.issubdtype(one.x.dtype, jnp.integer)), None):
-        call.fail(f"ids are integers, not {fault}.", error=LayoutError)
+        call.fail(rule, got=got, advice=f"as in {_EXAMPLE}")
+    _check_ids(call, numbers)
     if added.x.dtype == jnp.bool_:
-        call.fail("scatter_add adds numbers, and the rows are booleans.", error=LayoutError)
-    if first.layout.unreduced:
-        call.fail("ids must be complete numbers, and these are a partial sum: psum first.", error=LayoutError)
+        call.fail("scatter_add adds numbers, and the rows are booleans.")
     if alone := [factor for factor in first.factors if factor.name not in added.names]:
         rule = f"{alone[0].name} is a dimension of the ids, so the rows must have it: each id belongs to one row."
-        call.fail(rule, at=alone[0].span, error=LayoutError)
+        call.fail(rule, at=alone[0].span)
     atoms = [dim.atoms[0] for dim in marked]
     if both := [atom for atom in atoms if atom.name in (*added.names, *first.names)]:
         rule = f"{both[0].name} is in brackets, and it is on the left too: scatter_add has no batch dimensions."
-        call.fail(rule, at=both[0].span, advice="jax.vmap over it", error=LayoutError)
+        call.fail(rule, at=both[0].span, advice="jax.vmap over it")
     taken = {*owners, *added.layout.unreduced}
     return tuple(_key(call, atom, taken) for atom in atoms)
 
 
 def _key(call: Call, atom: Atom, taken: set[str]) -> Factor:
     size = call.factor(atom).size
-    axes: tuple[str, ...] = ()
-    for axis in atom.axes or ():
-        if axis in taken:
-            break
-        axes = (*axes, axis)
+    axes = tuple(itertools.takewhile(lambda axis: axis not in taken, atom.axes or ()))
     return Factor(atom.name, axes, call.local(size, axes, atom.name, atom.span), size, True, atom.span)
 
 

@@ -16,8 +16,8 @@ from jax import lax
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.walker import Domain, Equation, Variable, held, opened, walk
-from spmd.parallel._rematerialize import Known, Layer, alone, differentiable
+from spmd._jaxprs.walker import Equation, held, opened, walk
+from spmd.parallel._rematerialize import Known, Layer, Values, differentiable
 
 _LATER = Known.UNKNOWN  # a value that this part does not have
 
@@ -166,30 +166,19 @@ class _Loop:
         return [next(found) if one else _LATER for one in mine], beside
 
 
-class _Values(Domain):
+class _First(Values):
     """Arrays, or values that this part does not have."""
 
     def __init__(self, cut: Cut) -> None:
-        super().__init__()
+        super().__init__(cut.jaxpr)
         self.cut = cut
-
-    def constant(self, var: Variable | None, value: Any) -> Any:
-        return value
-
-    def one(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return alone(opened(self.cut.jaxpr)[0], eqn, operands)
-
-
-class _First(_Values):
-    def __init__(self, cut: Cut) -> None:
-        super().__init__(cut)
         self.stacks: list[Any] = []
 
     def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if not any(var in self.cut.made for var in eqn.outvars):
             return [_LATER] * len(eqn.outvars)
         if id(eqn) not in self.cut.scans:
-            return self.one(eqn, operands)
+            return self.alone(eqn, operands)
         inner, mine = self.cut.scans[id(eqn)]
 
         def body(values: Sequence[Any], _: Any) -> tuple[list[Any], list[Any]]:
@@ -202,9 +191,12 @@ class _First(_Values):
         return outs
 
 
-class _Second(_Values):
+class _Second(Values):
+    """Arrays, or values that this part does not have."""
+
     def __init__(self, cut: Cut, crossing: Sequence[Any]) -> None:
-        super().__init__(cut)
+        super().__init__(cut.jaxpr)
+        self.cut = cut
         self.given = dict(zip(cut.crossing, crossing, strict=False))
         self.stacks = list(crossing[len(cut.crossing) :])
 
@@ -220,7 +212,7 @@ class _Second(_Values):
 
             outs, _ = _Loop(eqn).run(body, _only(eqn, operands, inner.read), rest, stacks)
         elif self.cut.second(eqn):
-            return self.one(eqn, operands)
+            return self.alone(eqn, operands)
         else:
             outs = [_LATER] * len(eqn.outvars)
         return [self.given.get(var, out) for var, out in zip(eqn.outvars, outs, strict=True)]
@@ -243,16 +235,9 @@ def inlined(jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     return walk(jaxpr, values, _Inlined(jaxpr))
 
 
-class _Inlined(Domain):
-    def __init__(self, jaxpr: Any) -> None:
-        super().__init__()
-        self.jaxpr = opened(jaxpr)[0]
-
-    def constant(self, var: Variable | None, value: Any) -> Any:
-        return value
-
+class _Inlined(Values):
     def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return alone(self.jaxpr, eqn, operands)
+        return self.alone(eqn, operands)
 
     def mapped(self, eqn: Equation, part: Any, operands: Sequence[Any]) -> Sequence[Any]:
         return self.step(eqn, operands)
@@ -263,9 +248,8 @@ class _Inlined(Domain):
     def loop(self, eqn: Equation, body: Any, test: Any, operands: Sequence[Any]) -> Sequence[Any]:
         if test is not None:
             return self.step(eqn, operands)
-        return _Loop(eqn).run(lambda values, _: (inlined(body.jaxpr, values), ()), operands, [True] * len(eqn.outvars))[
-            0
-        ]
+        once = lambda values, _: (inlined(body.jaxpr, values), ())
+        return _Loop(eqn).run(once, operands, [True] * len(eqn.outvars))[0]
 
 
 # --- a stage of a pipeline as three functions: forward, the gradient of its input, and the gradients of its weights ---
@@ -278,7 +262,6 @@ class SplitStage:
     Attributes:
       layer: The stage.
       consts: What it closes over. It has no gradient.
-      recipe: How its backward pass is put together again from what is kept.
       cut: The backward pass of weights, what is kept, and cotangents, in two parts.
       kept: The types of what the forward pass keeps.
       crossing: The types of what the first part of the backward pass keeps for the second.
@@ -287,7 +270,6 @@ class SplitStage:
 
     layer: Layer
     consts: list[Any]
-    recipe: Any
     cut: Cut
     kept: list[Any]
     crossing: list[Any]
@@ -312,14 +294,14 @@ class SplitStage:
 
             cut = _cut(pull, weights, kept, cotangent)
             crossing = cut.run_first([*weights, *kept, *cotangent])[1]
-            found.append((recipe, cut, len(cotangent)))
+            found.append((cut, len(cotangent)))
             return kept, crossing
 
         traced, shapes = jax.make_jaxpr(probe, return_shape=True)(weights, x)
         count = len(shapes[0])
-        [(recipe, cut, cotangents)] = found
+        [(cut, cotangents)] = found
         types = traced.out_avals
-        return SplitStage(layer, consts, recipe, cut, types[:count], types[count:], cotangents)
+        return SplitStage(layer, consts, cut, types[:count], types[count:], cotangents)
 
     def forward(self, weights: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
         """The result, and what is kept."""

@@ -21,7 +21,7 @@ from spmd.comm import _lax
 from spmd.language import axes_tuple
 from spmd.modes import current_frame
 from spmd.nn.norm import wide
-from spmd.ops._exchange import Route, travelled, without_gaps
+from spmd.ops._exchange import Route, picked, travelled, without_gaps
 
 # --- rows that move one to one: tokens to places and back -------------------------------------------------------------
 #
@@ -49,14 +49,6 @@ class Moves(NamedTuple):
         return Moves(self.choice, self.filled, self.place, self.kept)
 
 
-def _picked(x: Any, index: Any, valid: Any) -> Any:
-    """The rows of `"... r d"` by index, zeros where the index is not valid."""
-    pick = lambda rows, numbers: rows.at[numbers].get(mode="promise_in_bounds", wrap_negative_indices=False)
-    for _ in range(index.ndim - 1):
-        pick = jax.vmap(pick)
-    return jnp.where(valid[..., None], pick(x, index), jnp.zeros((), x.dtype))
-
-
 def _no_gradient(moves: Moves) -> Moves:
     return Moves(*(None for _ in moves))
 
@@ -64,7 +56,7 @@ def _no_gradient(moves: Moves) -> Moves:
 @custom_vjp
 def dispatched(group: Any, moves: Moves) -> Any:
     """The tokens `"... t d"` in their places. Choice i is one of token i % t."""
-    return _picked(group, moves.choice % group.shape[-2], moves.filled)
+    return picked(group, moves.choice % group.shape[-2], moves.filled)
 
 
 def _dispatched_fwd(group: Any, moves: Moves) -> Any:
@@ -73,7 +65,7 @@ def _dispatched_fwd(group: Any, moves: Moves) -> Any:
 
 def _dispatched_bwd(kept: Any, cotangent: Any) -> Any:
     moves, tokens = kept
-    chosen = _picked(cotangent, moves.place, moves.kept)
+    chosen = picked(cotangent, moves.place, moves.kept)
     by_choice = (*chosen.shape[:-2], -1, tokens.size, chosen.shape[-1])
     return jnp.sum(jnp.reshape(chosen, by_choice), axis=-3), _no_gradient(moves)
 
@@ -84,17 +76,22 @@ dispatched.defvjp(_dispatched_fwd, _dispatched_bwd)
 @custom_vjp
 def collected(results: Any, moves: Moves) -> Any:
     """The contents of the places, `"... p d"`, for each choice."""
-    return _picked(results, moves.place, moves.kept)
+    return picked(results, moves.place, moves.kept)
 
 
 def _collected_bwd(moves: Moves, cotangent: Any) -> Any:
-    return _picked(cotangent, moves.choice, moves.filled), _no_gradient(moves)
+    return picked(cotangent, moves.choice, moves.filled), _no_gradient(moves)
 
 
 collected.defvjp(lambda results, moves: (collected(results, moves), moves), _collected_bwd)
 
 
 Axes = dict[str, Any]
+
+
+def near(at: Axes) -> Axes:
+    """The axes outside the products of the experts, where tp may divide tokens."""
+    return {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
 
 
 def without_capacity(
@@ -112,13 +109,12 @@ def without_capacity(
     Returns:
       The results `"n/dp m/sp kt d"`, a partial sum if tp divides no tokens; `"n/dp m/sp kt"`; and `"n/dp m/sp e"`.
     """
-    at, near = exchange.at, exchange.near
+    at, far, i = exchange.at, exchange.far, exchange.blocks
     order, counts = jax.vmap(jax.vmap(lambda one: in_order(one, exchange.e)))(experts)
     table = exchange.table(counts)
     moves = exchange.leaving(experts, order, counts, table)
     x = exchange.there(dispatched(group, moves), table)
-    x = all_gather(x, "n/dp m/sp/tp_s r/by_b/by_s z d -> n/dp m/sp r/by_b/by_s z d", **near)
-    far, i = exchange.far, exchange.blocks
+    x = all_gather(x, "n/dp m/sp/tp_s r/by_b/by_s z d -> n/dp m/sp r/by_b/by_s z d", **exchange.near)
     x = rearrange(x, "n/dp (m i)/sp r/by_b/by_s z d -> n/dp m/sp r/by_b/by_s (i z) d", i=i, **far)
     arriving, each = exchange.arriving(table)
     if arriving is not None:
@@ -130,7 +126,7 @@ def without_capacity(
     apart = "n/dp m/sp r/by_b/by_s (i z) d {U:tp} -> n/dp (m i)/sp r/by_b/by_s z d {U:tp}"
     y = rearrange(y, apart, i=i, tp=at["tp"], **far)
     home = "n/dp m/sp r/by_b/by_s z d {U:tp_s} -> n/dp m/sp/tp_s r/by_b/by_s z d"
-    y = psum_scatter(y, home, **near) if at["tp_s"] else y
+    y = psum_scatter(y, home, **exchange.near) if at["tp_s"] else y
     results = collected(exchange.back(y, table), moves)
     return results, moves.kept, counts / order.shape[-1]
 
@@ -212,11 +208,11 @@ class Exchange(NamedTuple):
 
     @property
     def near(self) -> Axes:
-        return {name: self.at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
+        return near(self.at)
 
     @property
     def far(self) -> Axes:
-        return {name: self.at[name] for name in ("dp", "sp", "by_s", "by_b")}
+        return {name: axes for name, axes in self.near.items() if name != "tp_s"}
 
     @property
     def ways(self) -> dict[str, int]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from spmd import Layout
-from spmd._jaxprs.walker import Domain, Equation, Variable, plain_call, walk
+from spmd._jaxprs.walker import Domain, Equation, Variable, opened, plain_call, walk
 from spmd._trees.leaves import has_room, is_array, kind_of
 from spmd._trees.matching import match_prefix
 from spmd.errors import LayoutError, MeshError
@@ -149,26 +149,29 @@ class Known(Domain):
         return [True] * len(eqn.outvars)
 
 
-class _Replay(Known):
-    """The values that can be made again."""
+class Values(Domain):
+    """The arrays of an open jaxpr, which a walk computes."""
 
     def __init__(self, jaxpr: Any) -> None:
         super().__init__()
-        self.jaxpr = jaxpr
+        self.jaxpr = opened(jaxpr)[0]
 
     def constant(self, var: Variable | None, value: Any) -> Any:
         return value
 
+    def alone(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of one equation, as the jaxpr that has no other."""
+        given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
+        results, effects = list(eqn.outvars), eqn.effects
+        only = self.jaxpr.replace(constvars=[], invars=list(given), outvars=results, eqns=[eqn], effects=effects)
+        return jaxpr_as_fun(ClosedJaxpr(only, ()))(*given.values())
+
+
+class _Replay(Values, Known):
+    """The values that can be made again."""
+
     def replayed(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return alone(self.jaxpr, eqn, operands)
-
-
-def alone(jaxpr: Any, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of one equation of an open jaxpr, as the jaxpr that has no other."""
-    given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
-    results = list(eqn.outvars)
-    only = jaxpr.replace(constvars=[], invars=list(given), outvars=results, eqns=[eqn], effects=eqn.effects)
-    return jaxpr_as_fun(ClosedJaxpr(only, ()))(*given.values())
+        return self.alone(eqn, operands)
 
 
 # --- parameters at rest and in use, leaf by leaf: the axes to gather, and the axes over which gradients are summed ----

@@ -36,7 +36,16 @@ from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
 from spmd.language import axes_tuple
 from spmd.nn.norm import wide
-from spmd.parallel._dropless import Moves, collected, dispatched, exchange_of, in_order, moves_of, without_capacity
+from spmd.parallel._dropless import (
+    Moves,
+    collected,
+    dispatched,
+    exchange_of,
+    in_order,
+    moves_of,
+    near,
+    without_capacity,
+)
 
 Axes = str | tuple[str, ...] | None
 
@@ -371,21 +380,20 @@ def _with_capacity(
     moves, load = _plan(experts, e, c)
     # In auto mode, annotate tells the compiler that no row leaves its group. A gather of rows does not show that.
     x = jnp.reshape(dispatched(group, moves), (*group.shape[:2], e, c, -1))
-    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
-    x = annotate(x, "n/dp/by_b m/sp/tp_s/by_s e c d", **near)
+    x = annotate(x, "n/dp/by_b m/sp/tp_s/by_s e c d", **near(at))
     results = _experts(x, *weights, activation, at)
     return collected(jnp.reshape(results, (*group.shape[:2], e * c, -1)), moves), moves.kept, load
 
 
 def _plan(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
     """The places of the choices `"n m t k"`, and each expert's share of the choices, `"n m e"`."""
-    return jax.vmap(jax.vmap(lambda one: _plan_of_group(one, e, c)))(experts)
 
+    def of_group(experts: Any) -> tuple[Moves, Any]:
+        """Of the choices of one group each expert takes the first c."""
+        order, counts = in_order(experts, e)
+        return moves_of(experts.T.reshape(-1), order, counts, jnp.minimum(counts, c), c), counts / order.size
 
-def _plan_of_group(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
-    """The plan of one group, of whose choices each expert takes the first c."""
-    order, counts = in_order(experts, e)
-    return moves_of(experts.T.reshape(-1), order, counts, jnp.minimum(counts, c), c), counts / order.size
+    return jax.vmap(jax.vmap(of_group))(experts)
 
 
 # --- the experts --------------------------------------------------------------------------------------------
@@ -393,31 +401,30 @@ def _plan_of_group(experts: Any, e: int, c: int) -> tuple[Moves, Any]:
 
 def _experts(places: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
     """Send tokens to the experts' devices, through the experts, and back: a partial sum if tp divides no tokens."""
-    near, inside = _axes_of(at)
-    x = all_to_all(places, "n/dp/by_b m/sp/tp_s/by_s e c d -> n/dp m/sp/tp_s e/by_b/by_s c d", **near)
-    x = all_gather(x, "n/dp m/sp/tp_s e/by_b/by_s c d -> n/dp m/sp e/by_b/by_s c d", **near)
+    outside, inside = _axes_of(at)
+    x = all_to_all(places, "n/dp/by_b m/sp/tp_s/by_s e c d -> n/dp m/sp/tp_s e/by_b/by_s c d", **outside)
+    x = all_gather(x, "n/dp m/sp/tp_s e/by_b/by_s c d -> n/dp m/sp e/by_b/by_s c d", **outside)
     into = "n/dp m/sp e/by_b/by_s c d, e/by_b/by_s d f/tp -> n/dp m/sp e/by_b/by_s c f/tp"
     h = activation(einsum(x, gate, into, **inside)) * einsum(x, up, into, **inside)
     out_of = "n/dp m/sp e/by_b/by_s c f/tp, e/by_b/by_s f/tp d -> n/dp m/sp/tp_s e/by_b/by_s c d {U:whole}"
-    y = einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
+    y = einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **outside)
     home = "n/dp m/sp/tp_s e/by_b/by_s c d {U:whole} -> n/dp/by_b m/sp/tp_s/by_s e c d {U:whole}"
-    return all_to_all(y, home, whole=at["whole"], **near)
+    return all_to_all(y, home, whole=at["whole"], **outside)
 
 
 def _shared(group: Any, gate: Any, up: Any, down: Any, activation: Any, at: dict[str, Any]) -> Any:
     """The expert that takes every token."""
-    near, inside = _axes_of(at)
-    x = all_gather(group, "n/dp/by_b m/sp/by_s/tp_s t d -> n/dp/by_b m/sp/by_s t d", **near)
+    outside, inside = _axes_of(at)
+    x = all_gather(group, "n/dp/by_b m/sp/by_s/tp_s t d -> n/dp/by_b m/sp/by_s t d", **outside)
     into = "n/dp/by_b m/sp/by_s t d, d f/tp -> n/dp/by_b m/sp/by_s t f/tp"
     h = activation(einsum(x, gate, into, **inside)) * einsum(x, up, into, **inside)
     out_of = "n/dp/by_b m/sp/by_s t f/tp, f/tp d -> n/dp/by_b m/sp/by_s/tp_s t d {U:whole}"
-    return einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **near)
+    return einsum(h, down, out_of, tp=at["tp"], whole=at["whole"], **outside)
 
 
 def _axes_of(at: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The axes outside the products, where tp may divide tokens, and inside them, where it divides hidden units."""
-    near = {name: at[name] for name in ("dp", "sp", "by_s", "tp_s", "by_b")}
-    return near, {**{name: axes for name, axes in near.items() if name != "tp_s"}, "tp": at["tp"]}
+    return near(at), {**{name: axes for name, axes in near(at).items() if name != "tp_s"}, "tp": at["tp"]}
 
 
 def _report(routing: Routing, load: Any, kept: Any, dp: Axes, sp: Axes) -> MoEReport:

@@ -141,7 +141,7 @@ def gather_leaf(w: Any, move: Move | None, dtype: Any, *, again: bool = False, a
     """
     if move is None:
         return w
-    if not jnp.issubdtype(w.dtype, jnp.inexact):  # no gradient to defer; equal integers and keys stay equal
+    if not differentiable(w):  # no gradient to defer; equal integers and keys stay equal
         return _moved(replace(move, copies=()), w)
     name = jnp.dtype(dtype or w.dtype).name
     return _copied(move, name, w, again, after) if again else _gathered(move, name, w.dtype.name, w)

@@ -11,7 +11,8 @@ from jax import lax
 
 import spmd
 from spmd.errors import LayoutError, ReplicationError, SizeError
-from spmd.parallel._rematerialize import Axes, checked_axes, is_array, moves
+from spmd.nn.norm import wide
+from spmd.parallel._rematerialize import Axes, checked_axes, differentiable, is_array, moves
 from spmd.parallel.fully_sharded import gather_leaf, reduce_leaf
 
 T = TypeVar("T")
@@ -86,7 +87,7 @@ def accumulate(
     leaves, structure = jax.tree.flatten(params)
     found = moves(params, at_rest, compute, axes, call)
     gathered = [gather_leaf(w, m, dtype) for w, m in zip(leaves, found, strict=True)]
-    moving = [i for i, w in enumerate(leaves) if is_array(w) and jnp.issubdtype(w.dtype, jnp.inexact)]
+    moving = [i for i, w in enumerate(leaves) if is_array(w) and differentiable(w)]
     mark = f"{{U:{','.join(axes)}}}"
 
     def loss(floats: Any, batch: Any) -> Any:
@@ -102,7 +103,7 @@ def accumulate(
 
     start = (
         (_nothing(mark), _nothing(mark)),
-        [jnp.zeros_like(w, None if w.dtype.itemsize >= 4 else jnp.float32) for w in (gathered[i] for i in moving)],
+        [jnp.zeros_like(gathered[i], wide(gathered[i])) for i in moving],
     )
     ((value, count), gradients), _ = lax.scan(micro, start, micro_batches)
     value = _total(value, mark)

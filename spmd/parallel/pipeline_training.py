@@ -15,8 +15,9 @@ from spmd import _compat, axis_size, iota, repeat, scope, typeof
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, ReplicationError, SizeError
 from spmd.modes import current_frame
+from spmd.nn.norm import wide
 from spmd.parallel._cut import SplitStage
-from spmd.parallel._rematerialize import checked_axes
+from spmd.parallel._rematerialize import checked_axes, differentiable
 from spmd.parallel.pipelining import (
     Axes,
     Tree,
@@ -28,7 +29,7 @@ from spmd.parallel.pipelining import (
     passed_on,
     without_keys,
 )
-from spmd.parallel.schedule import Order, PipelineSchedule, Ticks, check_order
+from spmd.parallel.schedule import Order, PipelineSchedule, Tick, Ticks, check_order
 
 _CALL = "pipeline_loss(stage, loss, params, head, x, targets, ...)"
 
@@ -246,28 +247,25 @@ def _run(plan: _Plan, params: Tree, head: Tree, x: Tree, targets: Tree) -> tuple
     dx = [_zeros(one, one.shape) for one in floats]
     value = jax.eval_shape(jax.vmap(plan.part), head, _at(x, 0), _at(targets, 0))
     split = _split(plan, params, x) if plan.schedule.order == "zb-h1" else None
-    sums = _Sums(_accumulators(params), _accumulators(head), _zeros(value, (1,), _wide(value)))
+    sums = _Sums(_accumulators(params), _accumulators(head), _zeros(value, (1,), wide(value)))
     places = _Left([], []) if split is None else _nothing_left(split, (ticks.kept,), (ticks.delayed,))
 
     def tick(carry: Any, now: Any) -> tuple[Any, None]:
         inputs, cotangents, dx, sums, places = carry
-        step = ticks.step(lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
+        step = Tick(*lax.dynamic_index_in_dim(now, here, 0, keepdims=False))
         new, old = _at(x, step.microbatch), _at(inputs, step.input)
         given = jax.tree.map(lambda a, b: jnp.where(step.input < 0, a, b), new, old)
         own = plan, step, params, head, _at(targets, step.microbatch)
         steps = _Whole(*own) if split is None else _Cut(*own, split, places)
         branches = steps.branches(differentiated)
         out, back, sums, left = lax.switch(step.kind, branches, given, _at(cotangents, step.cotangent), sums)
-        kept, delayed = (
-            _put(places.kept, left.kept, step.put_kept, 0),
-            _put(places.delayed, left.delayed, step.put_delayed, 0),
-        )
+        kept = _put(places.kept, left.kept, step.put_kept, 0)
+        delayed = _put(places.delayed, left.delayed, step.put_delayed, 0)
         inputs = _put(inputs, passed_on(out, plan.pp), step.put_input)
         if differentiated:
             dx = _put(dx, back, step.put_x)
-            cotangents = (
-                _put(cotangents, back, step.put_own) if split else cotangents
-            )  # of the loss, after a forward step
+            if split is not None:  # of the loss, after a forward step
+                cotangents = _put(cotangents, back, step.put_own)
             cotangents = _put(cotangents, passed_on(back, plan.pp, -1), step.put_cotangent)
         return (inputs, cotangents, dx, sums, _Left(kept, delayed)), None
 
@@ -391,14 +389,11 @@ class _Cut(_Whole):
 
 def _nothing_left(split: SplitStage, kept: tuple[int, ...] = (), delayed: tuple[int, ...] = ()) -> _Left:
     """Zeros for what the steps leave, or for so many places."""
-    zeros = lambda those, places: [
-        _compat.pvary(jnp.zeros((*places, *one.shape), one.dtype), _axes(one)) for one in those
-    ]
-    return _Left(zeros(split.kept, kept), zeros(split.crossing, delayed))
-
-
-def _axes(aval: Any) -> tuple[str, ...]:
-    return current_frame("pipeline_loss").in_mesh_order(_compat.varying_type(aval))
+    frame = current_frame("pipeline_loss")
+    zero = lambda one, places: _compat.pvary(
+        jnp.zeros((*places, *one.shape), one.dtype), frame.in_mesh_order(_compat.varying_type(one))
+    )
+    return _Left([zero(one, kept) for one in split.kept], [zero(one, delayed) for one in split.crossing])
 
 
 # --- trees and types ----------------------------------------------------------------------------------------------
@@ -406,18 +401,14 @@ def _axes(aval: Any) -> tuple[str, ...]:
 
 def _floats(tree: Tree) -> list[Any]:
     """The leaves that have a gradient."""
-    return [one for one in jax.tree.leaves(tree) if jnp.issubdtype(one.dtype, jnp.inexact)]
+    return [one for one in jax.tree.leaves(tree) if differentiable(one)]
 
 
 def _like(tree: Tree, floats: list[Any], *, keep: bool = False) -> Tree:
     """A tree with these as the leaves that have a gradient. The others are None, or stay if `keep`."""
     those = iter(floats)
-    leaves, structure = jax.tree.flatten(tree)
-    found = []
-    for one in leaves:
-        floating = jnp.issubdtype(one.dtype, jnp.inexact)
-        found.append(next(those).astype(one.dtype) if floating else one if keep else None)
-    return structure.unflatten(found)
+    new = lambda one: next(those).astype(one.dtype) if differentiable(one) else one if keep else None
+    return jax.tree.map(new, tree)
 
 
 def _at(tree: Tree, i: Any, dim: int = 1) -> Tree:
@@ -436,12 +427,7 @@ def _put(places: Tree, new: Tree, at: Any, dim: int = 1) -> Tree:
 
 
 def _accumulators(tree: Tree) -> list[Any]:
-    return [_zeros(one, one.shape, _wide(one)) for one in _floats(tree)]
-
-
-def _wide(x: Any) -> Any:
-    """The dtype in which arrays like this are added up."""
-    return x.dtype if x.dtype.itemsize >= 4 else jnp.float32
+    return [_zeros(one, one.shape, wide(one)) for one in _floats(tree)]
 
 
 def _sum(total: Any, one: Any) -> Any:

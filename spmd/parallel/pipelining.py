@@ -15,7 +15,7 @@ from spmd import axis_size, defer, iota, reduce, repeat, scope, shift, typeof
 from spmd._trees.leaves import is_array, is_key, not_int
 from spmd.errors import Fix, LayoutError, ReplicationError, SizeError, not_one_of
 from spmd.modes import current_frame
-from spmd.parallel._rematerialize import paths
+from spmd.parallel._rematerialize import differentiable, paths
 from spmd.parallel.schedule import PipelineSchedule
 
 Axes = str | tuple[str, ...] | None
@@ -181,7 +181,7 @@ def _exchanged(held: Tree, arrived: Tree, put: Any, take: Any) -> tuple[Tree, Tr
     """The places with what arrived put in, and what is taken out."""
     leaves, structure = jax.tree.flatten(held)
     pairs = zip(leaves, structure.flatten_up_to(arrived), strict=True)
-    rule = lambda one: _exchange if jnp.issubdtype(one.dtype, jnp.inexact) else _exchange_run
+    rule = lambda one: _exchange if differentiable(one) else _exchange_run
     found = [rule(old)(old, new, put, take) for old, new in pairs]
     return structure.unflatten([one for one, _ in found]), structure.unflatten([one for _, one in found])
 
@@ -189,10 +189,6 @@ def _exchanged(held: Tree, arrived: Tree, put: Any, take: Any) -> tuple[Tree, Tr
 def _exchange_run(held: Any, arrived: Any, put: Any, take: Any) -> tuple[Any, Any]:
     held = lax.dynamic_update_index_in_dim(held, arrived, put, 1)
     return held, lax.dynamic_index_in_dim(held, take, 1, keepdims=False)
-
-
-def _exchange_forward(held: Any, arrived: Any, put: Any, take: Any) -> tuple[Any, Any]:
-    return _exchange_run(held, arrived, put, take), (put, take)
 
 
 def _exchange_backward(places: Any, cotangents: Any) -> tuple[Any, ...]:
@@ -207,7 +203,7 @@ def _exchange_backward(places: Any, cotangents: Any) -> tuple[Any, ...]:
 
 
 _exchange = spmd.custom_vjp(_exchange_run)
-_exchange.defvjp(_exchange_forward, _exchange_backward)
+_exchange.defvjp(lambda *given: (_exchange_run(*given), given[2:]), _exchange_backward)
 
 
 def _one_stage(stage: Callable[[Any, Any], Any], repeats: int | None, save: Any) -> Callable[..., Any]:
@@ -266,8 +262,8 @@ def deferred(params: Tree, x: Tree) -> Tree:
     axes = {axis for one in jax.tree.leaves(x) for axis in typeof(one).varying}
 
     def leaf(w: Any) -> Any:
-        floating = jnp.issubdtype(w.dtype, jnp.inexact)  # others have no gradient and stay equal
-        missing = ",".join(sorted(axes - set(typeof(w).varying))) if floating else ""
+        # those without a gradient stay equal
+        missing = ",".join(sorted(axes - set(typeof(w).varying))) if differentiable(w) else ""
         return defer(w, f"... -> ... {{R:{missing}}}") if missing else w
 
     return jax.tree.map(leaf, params)

@@ -427,11 +427,6 @@ class Ticks(NamedTuple):
     delayed: int
 
     @staticmethod
-    def step(numbers: Any) -> Tick:
-        """A row of the table."""
-        return Tick(*numbers)
-
-    @staticmethod
     def of(schedule: PipelineSchedule) -> Ticks:
         """The ticks of a schedule."""
         stages, cut = schedule.stages, schedule.order == "zb-h1"

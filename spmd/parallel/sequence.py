@@ -127,7 +127,7 @@ def place_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) ->
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
         first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
         second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
-        x = _by_parity(_is_odd(blocks, cp), first, second)
+        x = _by_parity(blocks, cp, first, second)
         x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
     if placement == "striped":
         x = rearrange(x, "(c l j)/cp ... -> c/cp l j ...", c=blocks, j=blocks, cp=cp)
@@ -168,7 +168,7 @@ def restore_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) 
     if placement == "zigzag":
         even, odd = ([(j, i) for i, j in pairs] for pairs in _rounds(blocks))
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        x = _by_parity(_is_odd(blocks, cp), x[0], x[1])
+        x = _by_parity(blocks, cp, x[0], x[1])
         first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
         second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
         x = jnp.stack([first, second])
@@ -247,12 +247,8 @@ def _rounds(blocks: int) -> list[list[tuple[int, int]]]:
     return [[(c, to[2 * c + z]) for c in range(blocks)] for z in (0, 1)]
 
 
-def _is_odd(blocks: int, cp: Axes) -> Any:
-    """Tell which blocks are odd: of chunks c and 2n-1-c of an odd block, the late one is even."""
-    return iota("c/cp", c=blocks, cp=cp) % 2 == 1
-
-
-def _by_parity(swap: Any, even: Any, odd: Any) -> Any:
-    """The even chunks and the odd ones as the early and the late ones, or the other way round."""
-    swap = jnp.expand_dims(swap, tuple(range(1, even.ndim)))
+def _by_parity(blocks: int, cp: Axes, even: Any, odd: Any) -> Any:
+    """The even chunks and the odd ones as the early and the late ones, or the other way round: of chunks c and 2n-1-c
+    of an odd block, the late one is even."""
+    swap = jnp.expand_dims(iota("c/cp", c=blocks, cp=cp) % 2 == 1, tuple(range(1, even.ndim)))
     return jnp.stack([jnp.where(swap, odd, even), jnp.where(swap, even, odd)])

@@ -278,7 +278,7 @@ def total(x, pattern, landings=None, *, linear=True):
     call = open_call("total", pattern, {}, arrays=(x,), arrow=True, example='total(x, "b/dp d -> d")')
     operand = call.operand(x)
     have = factors_by_name(operand)
-    names = right_names(call, call.pattern.outputs[0], have)
+    names = right_names(call, have)
     gone = [name for name in have if name not in names]
     partial = {axis: f"{name} is summed" for name in gone for axis in have[name].axes}
     landing = land(call, have, partial, names, linear=linear)

@@ -448,10 +448,15 @@ def _reordered(problem: Problem, state: State) -> Iterator[Move]:
             yield Move("ppermute", tuple(sorted(axes)), State(after), problem.local(after))
 
 
+def common_front(x: Sequence[object], y: Sequence[object]) -> int:
+    """Return how many axes both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
+
+
 def _differing(x: tuple[int, ...], y: tuple[int, ...]) -> tuple[int, ...]:
     """The axes behind the common front of both."""
-    shared = next((i for i, (a, b) in enumerate(zip(x, y, strict=False)) if a != b), min(len(x), len(y)))
-    return x[shared:] + y[shared:]
+    front = common_front(x, y)
+    return x[front:] + y[front:]
 
 
 def _gathers(problem: Problem, state: State, limit: int) -> Iterator[Move]:

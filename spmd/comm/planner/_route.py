@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from spmd.accelerators import Hardware
-from spmd.comm.planner._moves import Move, Placement, Problem, State, moves
+from spmd.comm.planner._moves import Move, Placement, Problem, State, common_front, moves
 from spmd.language import axes_product
 
 # --- the cheapest sequence of steps: A* with the lower bound as the estimate of what is still to come -----------------
@@ -242,7 +242,7 @@ class _Named:
         source, target = (
             [tuple(a for a in axes if self.mesh[a] > 1) for axes in side] for side in (request.source, request.target)
         )
-        self.front = [_common(a, b) for a, b in zip(source, target, strict=True)]
+        self.front = [a[: common_front(a, b)] for a, b in zip(source, target, strict=True)]
         rest = [(a[len(f) :], b[len(f) :]) for a, b, f in zip(source, target, self.front, strict=True)]
         summed = [a for a in request.summed if self.mesh[a] > 1]
         # Axes are numbered in order of appearance, so a problem is solved once whatever their names are.
@@ -300,11 +300,3 @@ class _Named:
             return move.elements * self.request.itemsize
         parts = self.problem.count(move.axes)
         return round(Fraction(2 * self.problem.local(before) * self.request.itemsize * (parts - 1), parts))
-
-
-def _common(a: Axes, b: Axes) -> Axes:
-    """The common front of both sides."""
-    shared = 0
-    while shared < min(len(a), len(b)) and a[shared] == b[shared]:
-        shared += 1
-    return a[:shared]

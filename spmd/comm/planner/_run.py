@@ -23,7 +23,7 @@ from jax.sharding import NamedSharding
 import spmd.comm._lax as _lax
 from spmd import _compat
 from spmd.comm._marks import assert_equal_p
-from spmd.comm.planner._moves import Placement, Rounds, permutation, schedule
+from spmd.comm.planner._moves import Placement, Rounds, common_front, permutation, schedule
 from spmd.comm.planner._route import Axes, Leg, NamedRoute, Request, route
 from spmd.language import axes_product, axes_tuple
 
@@ -130,8 +130,7 @@ def _runs(leg: Leg) -> tuple[list[Axes], list[Axes]]:
     """The axes that each dimension loses, and those that it gains."""
     lost, gained = [], []
     for before, after in zip(leg.before, leg.after, strict=True):
-        pairs = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
-        keep = sum(1 for _ in pairs)
+        keep = common_front(before, after)
         lost.append(before[keep:])
         gained.append(after[keep:])
     return lost, gained
