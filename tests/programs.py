@@ -26,9 +26,9 @@ from tests.comm import cases
 from tests.comm.test_permute import Move
 from tests.ops import (
     harness,
+    test_along,
     test_einops,
     test_reduce,
-    test_softmax,
     test_top_k,
 )
 from tests.sampler import Choices, Sampler
@@ -210,7 +210,7 @@ def grads(x: np.ndarray) -> bool:
 
 
 def marked(layout: str, *names: str) -> str:
-    return test_softmax.bracket(layout, *names)
+    return test_along.bracket(layout, *names)
 
 
 # --- communication

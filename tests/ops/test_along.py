@@ -1,98 +1,237 @@
-"""What every operation along brackets relies on: one operation, written here, in two ways that must agree."""
+"""`softmax`, `argmax`, `cumsum` along divided dimensions."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from spmd.comm import _lax
-from spmd.errors import CommunicationError, LayoutError, SpmdError
-from spmd.language import Layout
 from spmd.modes import MODES
-from spmd.ops._along import along
-from tests import simulator as sim
-from tests.ops.harness import close, frame, run
-from tests.sampler import Sampler, seeds
+from spmd.ops import argmax, argmin, argsort, cumsum, reduce, softmax
+from tests.ops.harness import backward_counts, close, counts, pulled, run
+from tests.sampler import Sampler, mixed, rare, share
+
+MESH = {"dp": 2, "tp": 4}
 
 
-def centred(x, pattern, ways=None, **names):
-    """The array less its mean along the brackets. `ways` notes which of the two ways was taken, and over which axes."""
-    one = along("centred", x, pattern, names, linear=True)
-    count = np.prod([factor.size for factor in one.factors])
-
-    def way(name, total):
-        if ways is not None:
-            ways.append((name, one.axes))
-        return one.x - total / np.asarray(count, one.x.dtype)
-
-    total = one.x.sum(one.dims, keepdims=True)
-    return one.result(lambda: way("whole", total), lambda: way("divided", _lax.psum(total, one.axes)))
+def bracket(layout: str, *names: str) -> str:
+    """The layout with brackets around some of its dimensions."""
+    return " ".join(f"[{w}]" if w.split("/")[0] in names else w for w in layout.split())
 
 
-def bracketed(layout: str, marked: set[int]) -> str:
-    return " ".join(f"[{word}]" if i in marked else word for i, word in enumerate(layout.split()))
+# --- softmax ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", seeds())
-def test_both_ways_agree_with_numpy(seed):
-    draw = Sampler(seed)
-    sizes = draw.mesh()
-    layout = draw.layout("a b c", sizes)
-    marked = {int(i) for i in draw.rng.permutation(3)[: draw.rng.integers(1, 4)]}
-    pattern = bracketed(layout, marked)
-    x = draw.rng.normal(size=tuple(draw.sizes("a b c", sizes, [layout]).values())).astype(np.float32)
-    dims = sim.bracketed(pattern)
+def test_an_axis_of_one_device_that_leaves_is_left_invarying() -> None:
+    """JAX types a block along an axis of size 1 varying; a result whose layout lacks the axis could not leave."""
+    x = jnp.asarray([[1.0, 3.0, 2.0, 0.0], [5.0, 4.0, 6.0, 7.0]])
+    close(run(lambda x: argmax(x, "a [b/r]"), {"r": 1}, ["a b/r"], "a")(x), jnp.argmax(x, 1))
+
+
+@pytest.mark.parametrize("layout", share(["[b/dp] [k/tp]", "b/dp [k/tp]", "[(b k)/tp/dp]"]))
+def test_softmax_has_the_gradient_of_the_whole(layout: str) -> None:
+    plain = layout.replace("[", "").replace("]", "")
+    x = jnp.asarray(Sampler(1).array((16,) if "(" in layout else (4, 8), whole=False))
+    weights = jnp.asarray(Sampler(2).array(x.shape, whole=False))
+    known = {"k": 2} if "(" in layout else {}
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: softmax(x, layout, **known), MESH, [plain], plain, mode)
+        tangent = jax.jit(lambda x, fn=fn: jax.jvp(fn, (x,), (weights,))[1])(x)
+        found.append((pulled(fn, x, by=weights), tangent))
+    jax.tree.map(lambda a, b: close(a, b, 1e-5), *found)
+
+
+def test_softmax_costs_a_maximum_and_a_sum() -> None:
+    x = jnp.ones((4, 8))
+    body = lambda x: softmax(x, "b/dp [k/tp]")
+    assert counts(body, MESH, ["b/dp k/tp"], "b/dp k/tp", x) == {"psum tp": 2}
+    assert backward_counts(body, MESH, ["b/dp k/tp"], "b/dp k/tp", x) == {"psum tp": 3}
+    assert counts(lambda x: softmax(x, "[b/dp] k", dp=None), MESH, ["b k/tp"], "b k/tp", x) == {}
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_softmax_with_a_mask(broadcast: bool) -> None:
+    """A row that is masked everywhere has probabilities and a gradient of zero, as in JAX."""
+    x = jnp.asarray(Sampler(3).array((4, 8), whole=False))
+    mask = jnp.asarray(Sampler(4).rng.random((4, 1 if broadcast else 8)) < 0.6).at[0].set(False)
+    ins = ["b k/tp", "b 1" if broadcast else "b k/tp"]
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x, m: softmax(x, "b [k/tp]", where=m), MESH, ins, "b k/tp", mode)
+        value, (gradient,) = pulled(fn, x, mask)
+        found.append((value, gradient))
+    jax.tree.map(close, *found)
+    assert not np.isnan(found[0][1]).any()
+    assert (found[0][0][0] == 0).all()
+
+
+def test_softmax_of_large_values_and_in_all_modes() -> None:
+    x = jnp.asarray([[1e4, 0, 1e4, 0, 0, 0, 0, 1e4], [-jnp.inf] * 7 + [1.0]])
     for mode in MODES:
-        ways = []
-        out = run(lambda x, ways=ways: centred(x, pattern, ways), sizes, [layout], layout, mode)(x)
-        close(np.asarray(out), x - x.mean(dims, keepdims=True))
-        marked_axes = [sim.read(layout).dims[i][0][1] for i in marked]
-        wide = {axis for axes in marked_axes if sim.count(sizes, axes) > 1 for axis in axes}
-        axes = tuple(axis for axis in sizes if axis in wide) if mode == "explicit" else ()
-        assert set(ways) == {("divided" if axes else "whole", axes)}, "in mesh order, and only where something divides"
+        close(run(lambda x: softmax(x, "b [k/tp]"), MESH, ["b k/tp"], "b k/tp", mode)(x), jax.nn.softmax(x))
 
 
-def test_brackets_around_two_factors():
-    """One dimension of the array, two factors in brackets, and `...` before them; one of the factors is divided."""
-    x = np.random.default_rng(0).normal(size=(4, 3, 8)).astype(np.float32)
-    ways = []
+# --- argmax -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", share(["float32", "bfloat16", "float16", "int8", "uint32", "bool"]))
+def test_argmax_is_that_of_numpy_for_ties_nans_and_signed_zeros(dtype: str) -> None:
+    rows = [
+        [1, 3, 2, 3, 3, 0, 1, 2],
+        [0, 0, 0, 0, 0, 0, 0, 0],
+        [5, 1, 1, 1, 1, 1, 1, 5],
+        [0, 0, 0, 0, 0, 1, 1, 1],
+    ]
+    if dtype.startswith(("float", "bfloat")):
+        nan, inf = float("nan"), float("inf")
+        rows += [
+            [1, 2, inf, 3, nan, inf, nan, 1],
+            [-1, -0.0, -2, 0.0, 0.0, -1, 0, -1],
+            [-5, -1, -3, -1, -2, -8, -9, -1],
+            [-inf] * 8,
+        ]
+    x = jnp.asarray(rows).astype(dtype)
+    for ours, theirs in ((argmax, jnp.argmax), (argmin, jnp.argmin)):
+        for mode, v in itertools.product(MODES, ("v/tp", "v/tp/dp")):
+            found = run(lambda x, ours=ours, v=v: ours(x, f"b [{v}]"), MESH, [f"b {v}"], "b", mode)(x)
+            close(found, theirs(x, axis=1).astype(jnp.int32))
+
+
+def test_argmax_over_two_axes_with_the_result_spelled_out() -> None:
+    x = jnp.asarray(Sampler(5).array((3, 2, 16), whole=False))
+    for mode in MODES:
+        fn = run(lambda x: argmax(x, "a b [v/tp/dp] -> b a"), MESH, ["a b v/tp/dp"], "b a", mode)
+        close(fn(x), jnp.argmax(x, axis=2).astype(jnp.int32).T)
+    assert counts(lambda x: argmax(x, "a b [v/tp/dp]"), MESH, ["a b v/tp/dp"], "a b", x) == {"psum dp,tp": 2}
+
+
+def test_argmin_has_no_gradient_and_sends_what_argmax_does() -> None:
+    x = jnp.asarray(Sampler(7).array((2, 8), whole=False))
+    fn = run(lambda x: x * argmin(x, "b [v/tp]")[:, None].astype(x.dtype), MESH, ["b v/tp"], "b v/tp")
+    close(jax.grad(lambda x: fn(x).sum())(x), jnp.broadcast_to(jnp.argmin(x, 1)[:, None], x.shape).astype(x.dtype))
+    assert counts(lambda x: argmin(x, "b [v/tp]"), MESH, ["b v/tp"], "b", x) == {"psum tp": 2}
+    mapped = run(jax.vmap(lambda x: argmin(x, "[v/tp]")), MESH, ["b v/tp"], "b")
+    close(mapped(x), jnp.argmin(x, 1).astype(jnp.int32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "bool"])
+@rare
+def test_numbers_have_the_types_of_jnp_under_x64(dtype: str) -> None:
+    """Whole and divided."""
+    with jax.enable_x64(True):
+        x = jnp.asarray(Sampler(8).array((8,)), "float32").astype(dtype)
+        calls = [
+            (lambda x: argmax(x, "[v/tp]"), jnp.argmax, "scalar"),
+            (lambda x: argmin(x, "[v/tp]"), jnp.argmin, "scalar"),
+            (lambda x: argsort(x, "[v/tp]"), jnp.argsort, "v/tp"),
+            (lambda x: cumsum(x, "[v/tp]"), jnp.cumsum, "v/tp"),
+            (lambda x: reduce(x, "v/tp -> scalar", "mean"), jnp.mean, "scalar"),
+            (lambda x: reduce(x, "v/tp -> scalar", "sum"), jnp.sum, "scalar"),
+            (lambda x: reduce(x, "v/tp -> scalar", "logsumexp"), jax.nn.logsumexp, "scalar"),
+            *([] if dtype == "bool" else [(lambda x: softmax(x, "[v/tp]"), jax.nn.softmax, "v/tp")]),
+        ]
+        for ours, theirs, out in calls:
+            for mode in ("explicit", "reference"):
+                found, wanted = run(ours, MESH, ["v/tp"], out, mode)(x), theirs(x)
+                assert found.dtype == wanted.dtype
+                np.testing.assert_allclose(found, wanted, 1e-5)
+
+
+def test_softmax_and_logsumexp_of_complex_numbers() -> None:
+    x = jnp.asarray(Sampler(9).array((3, 8)) + 1j * Sampler(10).array((3, 8)), jnp.complex64)
+    total = lambda x: reduce(x, "b v/tp -> b", "logsumexp")
+    for ours, theirs, out in (
+        (lambda x: softmax(x, "b [v/tp]"), lambda x: jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True), "b v/tp"),
+        (total, lambda x: jnp.log(jnp.exp(x).sum(1)), "b"),
+    ):
+        wanted, gradients = pulled(theirs, x)
+        for mode in MODES:
+            found, pulls = pulled(run(ours, MESH, ["b v/tp"], out, mode), x)
+            close(jnp.exp(found), jnp.exp(wanted), 1e-4)  # a logarithm has many values
+            close(pulls[0], gradients[0], 1e-4)
+
+
+def test_argmax_within_a_differentiated_loss() -> None:
+    fn = run(lambda x: x * argmax(x, "b [v/tp]")[:, None].astype(x.dtype), MESH, ["b v/tp"], "b v/tp")
+    x = jnp.asarray(Sampler(6).array((2, 8), whole=False))
+    close(jax.grad(lambda x: fn(x).sum())(x), jnp.broadcast_to(jnp.argmax(x, 1)[:, None], x.shape).astype(x.dtype))
+
+
+# --- cumsum -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("layout", share(["b [s/tp/dp] d", "b/dp [s/tp] d", "b [s] d/tp"]))
+def test_cumsum_and_its_gradient(layout: str, reverse: bool) -> None:
+    plain = layout.replace("[", "").replace("]", "")
+    x = jnp.asarray(Sampler(7).array((4, 16, 8), whole=False))
+    weights = jnp.asarray(Sampler(8).array(x.shape))
+    found = []
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: cumsum(x, layout, reverse=reverse), MESH, [plain], plain, mode)
+        found.append(pulled(fn, x, by=weights))
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), *found)
+
+
+def test_cumsum_costs_the_totals_only() -> None:
+    x = jnp.ones((4, 16))
+    body = lambda x: cumsum(x, "b [s/tp]")
+    assert counts(body, MESH, ["b s/tp"], "b s/tp", x) == {"all_gather tp": 1}
+    assert backward_counts(body, MESH, ["b s/tp"], "b s/tp", x) == {"all_gather tp": 1, "psum_scatter tp": 1}
+
+
+def test_cumsum_with_x64() -> None:
+    """What tells the blocks before this one from the others has 32 bits there, too."""
+    with jax.enable_x64(True):
+        close(run(lambda x: cumsum(x, "[s/tp]"), MESH, ["s/tp"], "s/tp")(np.arange(8.0)), np.cumsum(np.arange(8.0)))
+
+
+def test_cumsum_dtypes_and_partial_sums() -> None:
+    for dtype in ("bool", "int8", "bfloat16", "complex64"):
+        x = jnp.ones((2, 8), dtype)
+        fn = run(lambda x: cumsum(x, "b [s/tp]"), MESH, ["b s/tp"], "b s/tp")
+        close(fn(x), jnp.cumsum(x, axis=1))
+    x = jnp.asarray(Sampler(9).array((2, 8)))
+    fn = run(lambda x: cumsum(x, "b [s/tp] {U:dp}"), MESH, ["b s/tp {U:dp}"], "b s/tp {U:dp}")
+    close(fn(x), jnp.cumsum(x, axis=1))
+
+
+@pytest.mark.parametrize(("shape", "reverse"), share(mixed([(0, 3), (8, 0), (0, 0)], [False, True])))
+def test_cumsum_of_no_elements(shape: tuple[int, int], reverse: bool) -> None:
+    """In a kernel, so that the checker looks at it too."""
+    for dtype, mode in itertools.product(("float32", "bool"), MODES):
+        x = np.zeros(shape, dtype)
+        fn = run(lambda x: cumsum(x, "[s/tp] d", reverse=reverse), MESH, ["s/tp d"], "s/tp d", mode)
+        found, wanted = fn(x), jnp.cumsum(x, axis=0)
+        assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+        assert jax.grad(lambda x, fn=fn: fn(x).sum())(np.zeros(shape, np.float32)).shape == shape
+
+
+# --- together -----------------------------------------------------------------------------------------------
+
+
+def test_under_vmap_scan_and_remat() -> None:
+    def one(row):
+        shares = softmax(row, "[s/tp]")
+        return cumsum(shares, "[s/tp]") + argmax(row, "[s/tp]").astype(row.dtype)
+
+    def plain(row):
+        return jnp.cumsum(jax.nn.softmax(row)) + jnp.argmax(row).astype(row.dtype)
 
     def body(x):
-        return centred(x, "... [(h/tp k)]", ways, h=4)
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
 
-    for mode in MODES:
-        close(np.asarray(run(body, {"tp": 2}, ["a b c/tp"], "a b c/tp", mode)(x)), x - x.mean(-1, keepdims=True))
-    assert ("divided", ("tp",)) in ways
-
-
-def test_an_axis_of_one_device_that_leaves_is_left_invarying():
-    """JAX types a block along an axis of size 1 varying; a result whose layout lacks the axis could not leave."""
-
-    def total(x):
-        one = along("total", x, "a [b/r]", {})
-        return one.result(lambda: one.x.sum(one.dims), lambda: pytest.fail("one device divides nothing"), Layout("a"))
-
-    x = np.arange(8.0, dtype=np.float32).reshape(2, 4)
-    close(np.asarray(run(total, {"r": 1}, ["a b/r"], "a")(x)), x.sum(1))
+    x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
+    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    expected = lambda x: 2 * jax.vmap(plain)(x)
+    jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, x), pulled(expected, x))
 
 
-REFUSED = {
-    "no brackets": ({}, "a b", np.float32, LayoutError, "no brackets"),
-    "two where one is meant": ({"most": 1}, "[a] [b]", np.float32, LayoutError, "2 in brackets"),
-    "complex numbers in order": ({"ordered": True}, "[a] b", np.complex64, LayoutError, "ordered"),
-    "parts of a sum": ({}, "[a] b {U:tp}", np.float32, CommunicationError, "psum first"),
-    "a margin": ({}, "[a/tp+1] b", np.float32, SpmdError, "margin"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused_and_what_is_allowed_beside_it(name):
-    options, pattern, dtype, error, words = REFUSED[name]
-    with frame({"tp": 2}, "explicit").enter(), pytest.raises(error, match=words):
-        along("centred", jnp.zeros((4, 4), dtype), pattern, {}, **options)
-
-
-def test_what_those_options_allow():
-    with frame({"tp": 2}, "reference").enter():
-        assert along("centred", jnp.zeros((4, 4)), "[a] [b]", {}, most=2).dims == (0, 1)
-        assert along("centred", jnp.zeros((4, 4)), "a [b]", {}, most=1, ordered=True).dim == 1
-        assert along("centred", jnp.zeros((4, 4)), "[a] b {U:tp}", {}, linear=True).factor.name == "a"
+def test_the_comparison_can_fail() -> None:
+    """A softmax that forgets the other devices is noticed."""
+    wrong = run(lambda x: jax.nn.softmax(x, axis=1), MESH, ["b k/tp"], "b k/tp")
+    with pytest.raises(AssertionError):
+        close(wrong(jnp.ones((2, 8))), jax.nn.softmax(jnp.ones((2, 8))))

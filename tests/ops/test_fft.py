@@ -211,7 +211,8 @@ def test_gradients_of_gradients_and_of_batches() -> None:
                 (4, {"a": 4}, "fft"),
                 (70, {"a": 5, "b": 1}, "fft"),
             ],
-        ]
+        ],
+        always=[(64, {"a": 8}, "fft"), (24, {"a": 8}, "fft"), (30, {"a": 3, "b": 2}, "ifft")],
     ),
 )
 def test_a_dimension_alone(n: int, mesh, kind: str) -> None:
@@ -229,6 +230,16 @@ def test_a_dimension_alone(n: int, mesh, kind: str) -> None:
     whole, rest = divmod(n // parts, parts)
     padded = parts * (whole + bool(rest)) * parts * 8  # bytes of rows whose length the devices divide
     assert report.total_bytes == 3 * padded * (parts - 1) // parts**2
+
+
+@pytest.mark.parametrize("parts", range(2, 9))
+def test_a_dimension_alone_is_cut_into_two_lengths(parts: int) -> None:
+    """Multiples of the devices, as equal as can be; else the first is the number of devices."""
+    for n in range(parts, 20 * parts, parts):
+        program = jax.make_jaxpr(kernel("fft", "x/a -> kx/a", make_mesh({"a": parts})))(np.ones(n, np.complex64))
+        pairs = [(m, n // m) for m in range(parts, n + 1, parts) if n % (m * parts) == 0]
+        wanted = min(pairs, key=max, default=(parts, n // parts))
+        assert {int(found) for found in re.findall(r"fft_lengths=\((\d+),\)", str(program))} == {*wanted}
 
 
 def test_a_dimension_alone_in_a_batch() -> None:

@@ -1,143 +1,18 @@
-"""What the string of a transform asks for, as numbers: sizes and axes before and after."""
+"""Routes of transforms: each stage is possible, the ends are right, and no other order of stages sends fewer bytes."""
 
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-import spmd
-from spmd._jaxprs.walker import equations
-from spmd.comm._call import open_call
 from spmd.comm.planner._route import Request
 from spmd.comm.planner._route import route as cheapest
-from spmd.ops._fft_job import JOINED, Job, _told_apart, cut, job_of, joined, renamed_dims, route, transposed
-from spmd.ops._fft_walls import Wall
-from tests.ops.harness import make_mesh
+from spmd.ops._fft_job import Job, route
 from tests.sampler import seeds
-
-MESH = {"a": 2, "b": 4}
-
-
-def job(who: str, pattern: str, shape: tuple[int, ...], pad: bool = False, wall: Any = None, **sizes: int) -> Job:
-    """The job of a call on an array of this shape, in a kernel whose signature has the left side."""
-    found = []
-    left = spmd.Pattern(pattern).inputs[0]
-
-    def body(x: Any) -> Any:
-        call = open_call(who, pattern, sizes, arrays=(x,), example="")
-        operand = call.operand(x)
-        found.append(job_of(call, operand, np.dtype("float32"), renamed_dims(call), pad, wall))
-        return x
-
-    kernel = spmd.kernel(f"{left} -> {left}", mesh=make_mesh(MESH))(body)
-    kernel.trace(jax.ShapeDtypeStruct(shape, "float32"))
-    return found[0]
-
-
-def test_axes_before_and_after():
-    one = job("fft.fft", "x/a y/b z -> x/a ky kz/b", (8, 16, 24))
-    assert (one.source, one.target) == ((("a",), ("b",), ()), (("a",), (), ("b",)))
-    assert (one.before, one.after) == ((8, 16, 24), (8, 16, 24))
-    assert (one.moved, one.half, one.real) == ({1, 2}, -1, "")
-
-
-def test_any_number_of_dimensions_and_a_composite_beside_the_transform():
-    one = job("fft.fft", "... (h k)/a x -> ... (h k)/a kx", (3, 5, 8, 16), h=4)
-    assert one.source == one.target == ((), (), ("a",), (), ())
-    assert one.after == (3, 5, 4, 2, 16)
-    assert (one.moved, one.movable) == ({4}, {4})
-
-
-@pytest.mark.parametrize(("pad", "sizes", "kept"), [(False, {}, 9), (True, {}, 12), (True, {"kz": 16}, 16)])
-def test_half_a_spectrum(pad: bool, sizes: dict[str, int], kept: int):
-    pattern = "x/a z -> kx/a kz" if not pad else "x/a z -> kx/a kz/b"
-    one = job("fft.rfft", pattern, (8, 16), pad, **sizes)
-    assert (one.after, one.half, one.real) == ((8, kept), 1, "first")
-
-
-def test_the_samples_of_half_a_spectrum():
-    assert job("fft.irfft", "kx/a kz -> x/a z", (8, 9)).after == (8, 16)
-    assert job("fft.irfft", "kx/a kz -> x/a z", (8, 9), z=17).after == (8, 17)
-    assert job("fft.irfft", "kx/a kz -> x/a z", (8, 12), True, z=16).after == (8, 16)
-
-
-def test_a_wall_on_elements_needs_two_of_them():
-    wall = Wall(sine=False, type=1, inverse=False)
-    assert job("fft.dct", "x/a z -> x/a kz", (8, 2), wall=wall).real == "both"
-    with pytest.raises(spmd.errors.SizeError, match="has an element at each wall"):
-        job("fft.dct", "x/a z -> x/a kz", (8, 1), wall=wall)
-
-
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [(["kx", "ky"], ["x", "y"]), (["x1", "y1"], ["x", "y"]), (["Kx0", "ky0"], ["x", "y"]), (["u", "v"], ["u", "v"])],
-)
-def test_names_without_what_they_share(names: list[str], told: list[str]):
-    assert _told_apart(names) == told
-
-
-# -------------------- rearrangements with a way back of their own: values against NumPy, and no array of zeros in a gradient
-
-X = np.random.default_rng(0).normal(size=(4, 6, 8)).astype(np.float32)
-MANY = np.random.default_rng(1).normal(size=(JOINED + 1, 2, 3)).astype(np.float32)
-PROGRAMS = {
-    "cut": (X, lambda x: cut(x, 3, 1), lambda x: np.stack(np.split(x, 3, 1))),
-    "cut the first": (X, lambda x: cut(x, 2, 0), lambda x: np.stack(np.split(x, 2, 0))),
-    "joined": (X, lambda x: joined(x, 1), lambda x: np.concatenate(list(x), 1)),
-    "joined again": (X, lambda x: joined(cut(x, 4, 2), 2), lambda x: x),
-    "nothing cut": (X[:0], lambda x: cut(x, 3, 1), lambda x: np.zeros((3, 0, 2, 8), x.dtype)),
-    "nothing cut into": (X[:, :0], lambda x: cut(x, 3, 1), lambda x: np.zeros((3, 4, 0, 8), x.dtype)),
-    "nothing joined": (X[:, :0], lambda x: joined(x, 1), lambda x: np.zeros((0, 32), x.dtype)),
-    "planes": (X, lambda x: transposed(x, (1, 0, 2)), lambda x: x.transpose(1, 0, 2)),
-    "many planes": (MANY, lambda x: transposed(x, (2, 0, 1)), lambda x: x.transpose(2, 0, 1)),
-    "turned": (X, lambda x: transposed(x, (2, 1, 0)), lambda x: x.transpose(2, 1, 0)),
-    "not turned": (X, lambda x: transposed(x, (0, 1, 2)), lambda x: x),
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_values_gradients_and_batches(name):
-    x, move, wanted = PROGRAMS[name]
-    np.testing.assert_array_equal(jax.jit(move)(x), wanted(x))
-    by = np.random.default_rng(2).normal(size=wanted(x).shape).astype(np.float32)
-    # A rearrangement sends each number to one place, so the way back is the same for the numbers of the places.
-    places = wanted(np.arange(x.size).reshape(x.shape)).ravel()
-    back = np.empty(x.size, np.float32)
-    back[places] = by.ravel()
-    pull = jax.linear_transpose(move, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    np.testing.assert_array_equal(jax.jit(pull)(by)[0], back.reshape(x.shape))
-    for dim in (0, x.ndim):
-        batch = np.stack([x, 2 * x], dim)
-        found = jax.jit(jax.vmap(move, in_axes=dim))(batch)
-        np.testing.assert_array_equal(found, np.stack([wanted(x), wanted(2 * x)]))
-
-
-@pytest.mark.parametrize("name", ["cut", "joined", "planes", "turned"])
-def test_the_way_back_is_a_move_too(name):
-    """JAX's own transpose of slices pads each with zeros, and adds these arrays up."""
-    x, move, wanted = PROGRAMS[name]
-    pull = functools.partial(jax.linear_transpose(move, jax.ShapeDtypeStruct(x.shape, x.dtype)))
-    names = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(pull)(jnp.asarray(wanted(x))).jaxpr)]
-    assert names == ["spmd_move"]
-    plain = jax.vjp(lambda x: jnp.concatenate([x[:, :3], x[:, 3:]], 0), x)[1]
-    slices = [eqn.primitive.name for eqn in equations(jax.make_jaxpr(plain)(jnp.zeros((8, 3, 8))).jaxpr)]
-    assert "pad" in slices, "what is avoided here"
-
-
-def test_a_transpose_of_nothing_is_no_equation():
-    assert jax.make_jaxpr(lambda x: transposed(x, (0, 1, 2)))(X).eqns == []
-
-
-# -------------------- routes of transforms: each stage is possible, the ends are right, and no other order of stages sends fewer bytes
 
 MESHES = [{"a": 2, "b": 2}, {"a": 2, "b": 4}, {"a": 4}, {"a": 3, "b": 2}]
 

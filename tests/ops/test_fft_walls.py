@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from typing import Any
 
 import jax
@@ -14,8 +13,7 @@ import scipy.fft
 import spmd
 from spmd import fft
 from spmd.modes import MODES
-from spmd.ops._fft_walls import Wall, factors, in_two_factors, transformed
-from tests.ops.harness import counts, make_mesh, pulled, run
+from tests.ops.harness import make_mesh, pulled
 from tests.ops.test_fft import FORMULAS, close, kernel, numbers, sample
 from tests.sampler import dice, rare, seeds, share
 
@@ -41,11 +39,11 @@ def by_matrices(kind: str, number: int, norm: str, x: Any, dims: tuple[int, ...]
 @pytest.mark.parametrize("kind", KINDS)
 def test_scipy_numbers_the_types(kind: str, number: int) -> None:
     """Every norm, of odd and even sizes, down to the smallest."""
-    wall = Wall(kind.endswith("dst"), number, kind.startswith("i"))
-    cases = list(itertools.product(NORMS, (wall.least, 2, 5, 8)))
+    least = 2 if kind.endswith("dct") and number == 1 else 1
+    cases = list(itertools.product(NORMS, (least, 2, 5, 8)))
     whole = {n: np.eye(n, dtype=np.float32) for _, n in cases}
-    along = lambda norm, x: wall.along_last(x, None if norm == "backward" else norm)
-    found = jax.jit(lambda whole: [along(norm, whole[n]) for norm, n in cases])(whole)
+    along = {norm: kernel(kind, "x y -> x ky", make_mesh({"a": 1}), type=number, norm=norm) for norm in NORMS}
+    found = jax.jit(lambda whole: [along[norm](whole[n]) for norm, n in cases])(whole)
     for (norm, n), got in zip(cases, found, strict=True):
         np.testing.assert_allclose(got, matrix(kind, number, norm, n).T, rtol=0, atol=4e-6 * n)
 
@@ -123,53 +121,3 @@ def test_walls_and_periods_mix() -> None:
         return fft.fft(fft.dct(u, "x/a y/b z -> x/a y/b kz"), "x/a y/b kz -> kx ky/a kz/b")
 
     close(channel(x), np.fft.fftn(x @ matrix("dct", 2, "backward", 8).T, axes=(0, 1)))
-
-
-# -------------------- a transform in two factors over divided blocks, against NumPy on the whole dimension
-
-
-def test_factors_are_as_the_exchanges_need_them():
-    """The first is a multiple of the devices. The second is one if it can be, and then the two are as equal as can be."""
-    for parts in range(1, 9):
-        for n in range(parts, 40 * parts, parts):
-            first, second = factors(n, parts)
-            assert first * second == n and first % parts == 0
-            pairs = [(m, n // m) for m in range(1, n + 1) if n % m == 0 and m % parts == 0 and n // m % parts == 0]
-            if pairs:
-                assert second % parts == 0
-                assert max(first, second) == min(max(pair) for pair in pairs)
-            else:
-                assert first == parts
-
-
-@pytest.mark.parametrize("dims", [[2], [0], [1, 0], [0, 2, 1]], ids=str)
-def test_any_dimensions_in_any_order(dims):
-    x = np.random.default_rng(0).normal(size=(3, 4, 5)).astype(np.complex64)
-    np.testing.assert_allclose(transformed(jnp.fft.fftn, jnp.asarray(x), dims), np.fft.fftn(x, axes=dims), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "axes", "n", "inverse"),
-    [
-        ({"a": 4}, "a", 64, False),  # both factors are divided
-        ({"a": 2, "b": 3}, "a/b", 72, True),
-        ({"a": 4}, "a", 12, False),  # one row on each device, and the second factor does not divide: 4 * 3
-        ({"a": 3}, "a", 15, True),
-        ({"a": 4}, "a", 4, True),  # one number on each device
-        ({"a": 4}, "a", 28, False),  # more rows in a block than others
-    ],
-)
-def test_a_line_is_transformed_in_place(sizes, axes, n, inverse):
-    names = tuple(axes.split("/"))
-    rng = np.random.default_rng(n)
-    x = (rng.normal(size=(2, n)) + 1j * rng.normal(size=(2, n))).astype(np.complex64)
-    parts = math.prod(sizes.values())
-
-    def body(x):
-        return in_two_factors(x, factors(n, parts), names, inverse=inverse, norm="ortho")
-
-    layout = f"p n/{axes}"
-    want = (np.fft.ifft if inverse else np.fft.fft)(x, norm="ortho")
-    np.testing.assert_allclose(run(body, sizes, [layout], layout)(x), want, atol=1e-5)
-    if n == 64:
-        assert counts(body, sizes, [layout], layout, x) == {"all_to_all a": 3 * 4}, "three exchanges of four pieces"
