@@ -99,6 +99,10 @@ def test_from_partial_sums(partial) -> None:
         check(CUBE, source, placements("xyz"), partial=partial)
 
 
+def test_from_a_partial_sum_along_an_axis_of_one_device() -> None:
+    check({"x": 1, "y": 2}, ((), ("y",)), [(("y",), ()), ((), ())], partial=("x",))
+
+
 @pytest.mark.parametrize("seed", seeds(3))
 def test_three_dimensions(seed) -> None:
     everything = placements("xyz", dims=3)

@@ -15,6 +15,7 @@ from spmd.inspect import collectives
 from tests import simulator as sim
 from tests.comm.cases import assert_blocks, device_mesh, written
 from tests.comm.test_resharding import CUBE, EVERY, placements
+from tests.ops.harness import run as run_in
 from tests.sampler import Sampler, seeds, share
 
 ODD = [{"x": 2, "y": 4}, {"x": 3, "y": 2}, {"x": 4, "y": 2}, {"x": 5, "y": 1}, {"x": 1, "y": 2, "z": 3}]
@@ -174,6 +175,30 @@ def test_copies_that_are_typed_varying(seed) -> None:
     kernel = spmd.kernel(f"{a}, a b -> scalar", mesh=device_mesh(CUBE))(body)
     assert kernel(x, w) == (x * w).sum()
     np.testing.assert_array_equal(jax.jit(jax.grad(kernel))(x, w), w)
+
+
+TYPED = {
+    "one device": ({"x": 1, "y": 2}, "a/x b -> a b", "p/x"),
+    "a gather": ({"x": 2, "y": 2}, "a/x b -> a b", "p/x"),
+    "an exchange": (CUBE, "a/y/x b -> a b/y", "p/x"),
+    "two gathers": (CUBE, "a/x b/y -> a b", "p/x/y"),
+    "rounds of sends": (CUBE, "a/x b/y/z -> a/z/y b", "p/x"),
+}
+
+
+@pytest.mark.parametrize("name", TYPED)
+def test_a_copy_is_typed_varying_where_it_is_asked_for(name) -> None:
+    mesh, pattern, copies = TYPED[name]
+    before, after = pattern.split(" -> ")
+    seen = []
+
+    def body(x):
+        there = spmd.relayout(x, pattern, to="varying", prefer="bytes")
+        seen.append("x" in jax.typeof(there).manual_axis_type.varying)
+        return there[None]
+
+    run_in(body, mesh, [before], f"{copies} {after}")(np.ones((8, 8), np.float32))
+    assert seen[-1]
 
 
 # -------------------- what arrays there are
