@@ -2,12 +2,12 @@
 
 import math
 import xml.etree.ElementTree as ET
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import spmd
-from spmd.inspect._picture_plan import groups, transfers
 from spmd.language import Layout
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg, steps_of_svg
 from tests.sampler import Sampler, seeds
@@ -43,18 +43,18 @@ def positions(layout: Layout, plan: spmd.inspect.Plan) -> list[np.ndarray]:
 
 def check_moves(plan: spmd.inspect.Plan) -> None:
     """Each step's transfers complete every shard, with data that the senders have."""
-    for step in plan.steps:
-        moved = transfers(step, plan.sizes, plan.mesh, plan.dtype.itemsize)
+    drawn = spmd.visualize(plan).to_dict()["steps"]
+    for step, moved in zip(plan.steps, (one["transfers"] for one in drawn), strict=True):
         before, after = positions(step.before, plan), positions(step.after, plan)
         received = [0] * len(before)
         got = [set(map(int, held)) for held in before]
-        for transfer in moved:
-            received[transfer.to] += transfer.nbytes
-            sent = [set(map(int, before[source])) & set(map(int, after[transfer.to])) for source in transfer.sources]
+        for to, sources, nbytes in (one.values() for one in moved):
+            received[to] += nbytes
+            sent = [set(map(int, before[source])) & set(map(int, after[to])) for source in sources]
             assert all(one == sent[0] for one in sent)
-            assert transfer.nbytes == plan.dtype.itemsize * len(sent[0])
-            assert transfer.to not in transfer.sources
-            got[transfer.to] |= sent[0]
+            assert nbytes == plan.dtype.itemsize * len(sent[0])
+            assert to not in sources
+            got[to] |= sent[0]
         assert all(set(map(int, want)) <= have for want, have in zip(after, got, strict=True)), step.text
         if step.kind in ("all_gather", "all_to_all", "psum_scatter"):
             assert max(received) == step.bytes, step.text
@@ -93,10 +93,12 @@ def test_random_plans(seed):
 
 def test_a_missing_transfer_is_noticed(monkeypatch):
     """Meta-test."""
-    real = transfers
-    monkeypatch.setitem(globals(), "transfers", lambda *given: real(*given)[1:])
+    plan = made("a/x b -> a b/x", {"x": 4})
+    told = spmd.visualize(plan).to_dict()
+    del told["steps"][0]["transfers"][0]
+    monkeypatch.setattr(spmd, "visualize", lambda plan: SimpleNamespace(to_dict=lambda: told))
     with pytest.raises(AssertionError):
-        check_moves(made("a/x b -> a b/x", {"x": 4}))
+        check_moves(plan)
 
 
 def test_text_of_a_plan():
@@ -207,9 +209,3 @@ def test_nothing_to_do_and_many_devices():
     assert len(str(large).splitlines()) < 40
     assert faults_of_svg(large.svg) == []
     assert "transfers" not in large.to_dict()["steps"][0]
-
-
-def test_groups():
-    assert groups(("x",), {"x": 2, "y": 3}) == [(0, 3), (1, 4), (2, 5)]
-    assert groups(("y",), {"x": 2, "y": 3}) == [(0, 1, 2), (3, 4, 5)]
-    assert groups((), {"x": 2, "y": 2}) == [(0, 1, 2, 3)]

@@ -11,7 +11,6 @@ import pytest
 import spmd
 from spmd import parallel
 from spmd.inspect import Boundary, Written, WrittenCollective
-from spmd.inspect._records import Turns, Work, price, turns_of
 
 
 def one(rng: random.Random) -> WrittenCollective:
@@ -204,21 +203,3 @@ def test_a_table_of_so_many_rounds(n):
     fn = lambda w, x: jax.lax.scan(lambda x, i: (jax.lax.cond(i % 2 == 0, twice, once, w, x), None), x, jnp.arange(n))
     found = seconds(lambda w, x: fn(w, x)[0], of(D, D), of(B, D))
     assert found.time.compute == pytest.approx(n + (n + 1) // 2)
-
-
-# -------------------- the parts
-
-
-def test_turns_of_what_is_not_known():
-    assert turns_of(None, ("pp",), 2) is None
-
-
-def test_a_price_has_the_dearest_of_those_that_run_together():
-    """Two rounds: in one a device runs branch 1, in the other all run branch 0."""
-    from spmd.inspect._records import Switch
-
-    parts = Work(matmul_flops={"float32": ONE}), Work(matmul_flops={"float32": 3 * ONE}, collectives={0: 2})
-    turns = Turns((((0, 1), 0.5), ((0,), 0.5)), (0.75, 0.25), (1.0, 0.5))
-    found = price(Work(switches=[Switch(parts, turns)]), FLAT, [0.5])
-    assert (found.compute, found.communication, found.seconds) == (pytest.approx(2), pytest.approx(0.5), 2.5)
-    assert found.busy == pytest.approx(0.75 + 0.25 * 4) and found.times == {0: 1.0}

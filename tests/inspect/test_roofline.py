@@ -3,8 +3,7 @@
 import pytest
 
 import spmd
-from spmd.inspect import Memory, Time, Written
-from spmd.inspect._roofline import memory_of
+from spmd.inspect import Memory, Time
 
 
 def test_what_is_donated_counts_once():
@@ -13,12 +12,8 @@ def test_what_is_donated_counts_once():
     assert Memory(100, 60).total == 160
 
 
-def test_without_a_compiled_program_memory_is_what_is_written():
-    written = Written(
-        (), {}, arguments_bytes=8, outputs_bytes=4, donated_bytes=2, standing_bytes=5, opened_bytes=6, unfused_bytes=7
-    )
+def test_without_a_compiled_program_memory_is_what_stands():
     memory = Memory(8, 4, None, 2, estimated=5, opened=6, unfused=7)
-    assert memory_of(written, None) == memory and memory_of(None, None) is None
     assert (memory.total, memory.peak, memory.cautious) == (10, 15, 18)  # a tenth above 16, which is more than 17
 
 
