@@ -2,16 +2,9 @@
 
 import pytest
 
-from spmd.porting._writing import Word, text_of
 from tests.porting.programs import mapped, ported
 
 PRODUCT = mapped(["lax.psum(x @ y, 'tp')"], "(P('dp', 'tp'), P('tp'))", "P('dp')")
-
-
-def test_layouts_as_text():
-    dims = [[Word("b", ("dp",))], [Word("h", ("tp",)), Word("k")]]
-    assert text_of(dims, ("ep",)) == "b/dp (h/tp k) {U:ep}"
-    assert text_of(dims, bracket=0) == "[b/dp] (h/tp k)" and text_of([]) == "scalar"
 
 
 def test_dimensions_that_meet_have_one_name(tmp_path):

@@ -115,6 +115,24 @@ def test_the_text_is_the_kernel(mesh):
     np.testing.assert_allclose(run(text, mesh, "block").reference(*values), run(text, mesh, "block")(*values))
 
 
+def test_numbers_and_brackets_in_a_text(mesh):
+    def numbers(x, y, n):
+        low = jnp.where(x > 0, jnp.nan, -jnp.inf).astype("bfloat16")
+        chosen = jnp.where(jnp.where(x > 0, True, x < y), x.T.T + y, 1.0)
+        high = jnp.where(low > 0, low, jnp.bfloat16(jnp.inf))
+        return x + y, (x + y) * (x - y), chosen, high, n * -3, n.astype("uint8") + jnp.uint8(3)
+
+    args = [struct(mesh, "b/dp d", kind) for kind in ("float32", "float32", "int32")]
+    text = propagate(numbers, *args).freeze("numbers")
+    assert text.splitlines()[2:5] == [
+        '    v1 = jnp.where(x > 0.0, jnp.nan, -jnp.inf).astype("bfloat16")',
+        "    v2 = (jnp.transpose(jnp.transpose(x, (1, 0)), (1, 0)) + y)",
+        "    v3 = jnp.where(jnp.where(x > 0.0, True, x < y), v2, 1.0)",
+    ]
+    assert "    return x + y, (x + y) * (x - y), v3, jnp.where(v1 > 0.0, v1, jnp.inf), n * -3, " in text
+    assert text.endswith('n.astype("uint8") + jnp.uint8(3)\n')
+
+
 def test_a_kernel_in_auto_mode_is_frozen_with_its_names(mesh):
     @spmd.kernel("b/dp s/tp d, d/dp f/tp -> b/dp s f/tp", mesh=mesh)
     def project(x, w):

@@ -9,8 +9,6 @@ import pytest
 
 import spmd
 from spmd import propagate
-from spmd.propagation._loops import axes_of
-from spmd.propagation._module import Axis, Place
 from tests.propagation.frozen import compare, enter, run
 from tests.propagation.programs import AXES, PLAIN
 from tests.sampler import rare, share
@@ -120,8 +118,3 @@ def test_a_loop_that_counts_has_a_gradient(mesh):
 def test_a_loop_that_may_end_early_asks_a_function(mesh):
     fn, args = PROGRAMS["until"].make(mesh)
     assert "jax.lax.while_loop(v1_goes_on, v1, " in propagate(fn, *args).freeze()
-
-
-def test_a_value_differs_along_the_axes_that_divide_it():
-    axis = lambda name: Axis(name, 2, 1, 2)
-    assert axes_of(Place(((axis("a"),), ()), (axis("b"),))) == {"a", "b"} and axes_of(Place(((),))) == set()

@@ -6,24 +6,9 @@ import pytest
 
 import spmd
 from spmd import propagate
-from spmd.propagation._module import Axis, Place, Reading, Typed
 from tests.propagation.programs import struct
 
 MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
-READING = Reading({"dp": 2, "tp": 4}, {})
-DP, TP = Axis("dp", 2, 1, 2), Axis("tp", 4, 1, 4)
-
-
-def test_shardings_are_read():
-    text = '#sdy.sharding_per_value<[<@mesh, [{"dp", "tp":(2)2, ?}, {}]>, <@mesh, [{"tp"}], unreduced={"dp"}>]>'
-    part = Axis("tp", 2, 2, 4)
-    assert READING.shardings(text) == [Place(((DP, part), ())), Place(((TP,),), (DP,))]
-    assert (part.text, TP.text) == ("tp:(2)2", "tp")
-
-
-def test_bytes_are_those_of_a_block():
-    assert Typed((6, 3), 4, "f32").local_bytes(Place(((DP,), ()))) == 36
-    assert Typed((), 2, "bf16").local_bytes(Place(())) == 2
 
 
 @pytest.mark.parametrize("dtype, width", [("bfloat16", 2), ("int8", 1), ("bool", 1), ("complex64", 8), ("float32", 4)])

@@ -5,21 +5,9 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import propagate
-from spmd.propagation._module import Axis, Place
-from spmd.propagation._values import state_of, text_of
 from tests.propagation.programs import struct
 
 MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
-TP = Axis("tp", 4, 1, 4)
-
-
-def test_a_place_as_text():
-    sizes = {"dp": 2, "tp": 4}
-    labels = ((("b", 8),), ())
-    assert text_of(Place(((TP,), ())), labels, (8, 3), sizes) == "b/tp 3"
-    assert text_of(Place(((), ()), (TP,)), labels, (8, 3), sizes) == "b 3 {U:tp}"
-    assert text_of(Place(((TP._replace(size=2),), ())), labels, (8, 3), sizes) == "b/tp:(1)2 3"
-    assert state_of(Place(((TP,), (), ())), (8, 3)).dims == (((2, ("tp",)),), ((3, ()),))  # a key
 
 
 def layouts_of(fn, *args, layouts):
