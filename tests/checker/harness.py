@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from spmd.checker import Finding, check_jaxpr
 from spmd.checker._arbiter import collecting
 from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._state import FREE, HIDDEN, Dim, State, is_divided
+from spmd.checker._state import FREE, HIDDEN, Dim, State, axes_of_dim, is_divided
 from spmd.comm._lax import _split_p
 from spmd.comm._marks import assert_equal_p, layout_p
 from spmd.errors import ReplicationError
@@ -216,6 +216,11 @@ class Seen:
                 together = whole(held, state.dims, state.partial)
                 np.testing.assert_allclose(np.broadcast_to(together, alone.shape), alone, rtol=1e-3, atol=1e-4)
         return known
+
+    @property
+    def axes(self) -> list[list[tuple[str, ...]]]:
+        """For each result, the axes that divide each of its dimensions."""
+        return [[axes_of_dim(dim) for dim in state.dims] for state in self.states]
 
     def __getitem__(self, part: slice) -> Seen:
         """Some of the results."""

@@ -14,7 +14,6 @@ import numpy as np
 from jax import lax
 
 import spmd
-from spmd._compat import partitions
 from tests.checker.devices import Hang, Machine, shards, stacked, wide
 from tests.sampler import Choices
 
@@ -207,7 +206,8 @@ def held(one: Random) -> tuple[list[np.ndarray], bool]:
     for out, spec, var in zip(outs, entry.params["out_specs"], entry.outvars, strict=True):
         every = stacked(out, machine)
         names, local = list(one.mesh), every.ndim - len(one.mesh)
-        entries = [(e,) if isinstance(e, str) else e or () for e in partitions(spec, len(var.aval.shape))]
+        whole = (*spec, *[None] * (len(var.aval.shape) - len(spec)))
+        entries = [(e,) if isinstance(e, str) else e or () for e in whole]
         used = [a for e in entries for a in e]
         for i, axis in reversed(list(enumerate(names))):
             if axis not in used:

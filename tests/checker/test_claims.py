@@ -9,7 +9,6 @@ from jax import lax
 
 import spmd
 from spmd.checker._claims import OVERLAP, claim_of
-from spmd.checker._state import axes_of_dim
 from spmd.language import Layout
 from tests.checker.harness import assert_equal, mark, seen
 from tests.sampler import share
@@ -24,10 +23,8 @@ def test_what_is_said_is_compared_with_what_is(lies):
     """A claim is a finding unless it is how the value lies."""
     found = seen(lambda x: [mark(x, said) for said in SAID], lies, args=(X,))
     assert found.kinds == ["layout"] * (len(SAID) - 1)
-    for said, state in zip(SAID, found.states, strict=True):
-        assert [axes_of_dim(dim) for dim in state.dims] == [dim.axes for dim in Layout(said).dims], (
-            "believed from here on"
-        )
+    for said, axes in zip(SAID, found.axes, strict=True):
+        assert axes == [dim.axes for dim in Layout(said).dims], "believed from here on"
     assert seen(lambda x: mark(x, lies), lies, args=(X,)).kinds == []
 
 

@@ -8,13 +8,16 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker._collectives import COMPLETES, _divided_dim, _joined_dim
-from spmd.checker._state import FREE, Pending, axes_of_dim, hidden, normal, plain
+from spmd.checker._collectives import _divided_dim, _joined_dim
+from spmd.checker._state import FREE, hidden, normal, plain
 from tests.checker.harness import AXES, is_known, parted, seen, split, varying
 from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
 LAYOUTS = ("a b", "a/dp b", "a b/tp", "a/dp b/tp", "a/tp/dp b", "a/dp/tp b", "a b/dp/tp")
+
+
+COMPLETES = {"max": "pmax", "min": "pmin", "any": "pmax", "all": "pmin"}
 
 
 def gathered(axis, dim):
@@ -39,7 +42,7 @@ def test_gathers_and_exchanges(layout):
     found = seen(body, layout, args=(X,)) if inner else None
     for (axis, dim), one in zip(inner, parted(found, [2] * len(inner)), strict=True) if inner else ():
         assert one.agree() == 2
-        assert axis not in one.states[0].axes and axes_of_dim(one.states[1].dims[1 - dim])[-1] == axis
+        assert axis not in one.states[0].axes and one.axes[1][1 - dim][-1] == axis
     assert found is None or found.kinds == []
     for axis, dim in outer:  # in another order than they were cut
         one = seen(gathered(axis, dim), layout, args=(X,))
@@ -79,9 +82,9 @@ def test_sums_of_parts_and_of_copies():
 def test_blocks_of_a_sum_and_of_a_whole():
     scattered = lambda x: lax.psum_scatter(x.sum(0), "dp", tiled=True)
     found = seen(scattered, "a/dp b", args=(X,))
-    assert found.kinds == [] and found.agree() == 1 and axes_of_dim(found.states[0].dims[0]) == ("dp",)
+    assert found.kinds == [] and found.agree() == 1 and found.axes[0][0] == ("dp",)
     own = seen(lambda x: split(x, "tp", 0, lax.axis_size("tp")), "a b", args=(X,))
-    assert own.agree() == 1 and axes_of_dim(own.states[0].dims[0]) == ("tp",)
+    assert own.agree() == 1 and own.axes[0][0] == ("tp",)
 
 
 def test_another_devices_block_is_unknown_and_equal_values_stay_equal():
@@ -117,7 +120,7 @@ def test_dimensions_that_are_joined_and_cut():
 def test_indices_differ_along_their_axis():
     found = seen(lambda x: [lax.axis_index(axis) for axis in AXES], "a b", args=(X,))
     assert [state.axes for state in found.states] == [{"dp"}, {"tp"}]
-    assert not any(isinstance(p, Pending) for state in found.states for p in state.pending)
+    assert not any(state.pending for state in found.states)
 
 
 def test_rows_that_travel_without_gaps_are_unknown():
