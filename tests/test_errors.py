@@ -7,7 +7,6 @@ import re
 import pytest
 
 import spmd
-from spmd._python.rooms import nearest
 from spmd.errors import Fault, Fix, LayoutError, SizeError, SpmdError, did_you_mean
 from tests.sampler import seeds
 
@@ -68,6 +67,6 @@ def test_every_kind_of_error_is_public():
 
 
 def test_names_that_are_near():
-    assert nearest("modl", ["data", "model"]) == "model"
-    assert nearest("TP", ["dp", "tp"]) == "tp"
-    assert nearest("x", ["data"]) is None and did_you_mean("x", ["data"]) == ""
+    assert "'model'" in did_you_mean("modl", ["data", "model"])
+    assert "'tp'" in did_you_mean("TP", ["dp", "tp"])
+    assert did_you_mean("x", ["data"]) == ""
