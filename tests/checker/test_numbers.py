@@ -25,6 +25,7 @@ TOLD = {
     "two of them": (ROWS, X, lambda x: x.at[1, 2].add(0.5).at[3, 3].add(0.25), "2 of 20 numbers differ, by up to 0.5"),
     "a NaN in place of a number": (ROWS, X, lambda x: x.at[0, 0].set(jnp.nan), "result: 1 of 20 numbers differ"),
     "one more": (NUMBERS, COUNTS, lambda i: i.at[-1].add(1), "result: 1 of 8 numbers differ, by up to 1"),
+    "another type": (ROWS, X, lambda x: x.astype("int32"), "result: float64[4, 5], not int32[4, 5]"),
     "a gradient alone": (ROWS, X, jax.lax.stop_gradient, "gradient of args[0]: 20 of 20"),
 }
 
