@@ -377,6 +377,7 @@ _enter(
     _matrices("linear algebra"),
     "curved",
     "whole: linear algebra",
+    told=lambda eqn: tuple(map(shape_of, eqn.outvars)),  # singular values come with vectors, and without
 )
 _enter(
     "lu_pivots_to_permutation", _matrices("linear algebra", 1), "curved", "whole: linear algebra", "permutation_size"

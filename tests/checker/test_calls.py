@@ -123,3 +123,10 @@ def test_a_function_that_is_called_again() -> None:
     body = spmd.kernel("n/dp d/tp, d/tp -> d/tp", mesh=spmd.make_mesh(dp=2, tp=4))(power)
     found = spmd.check(body, *(jax.ShapeDtypeStruct(shape, "float32") for shape in ((16, 8), (8,))))
     assert "nonlinear" in [one.kind for one in found] and "all_gather" in f"{found[0].advice}"
+
+
+def test_singular_values_with_vectors_and_without() -> None:
+    """One primitive with other results."""
+    body = lambda x: jnp.linalg.svd(x, full_matrices=False)[1] + jnp.linalg.svd(x, compute_uv=False)
+    rows = jax.ShapeDtypeStruct((4, 6, 4), "float32")
+    assert not spmd.check(spmd.kernel("b/dp i j -> b/dp k", mesh=spmd.make_mesh(dp=2, tp=4), k=4)(body), rows)
