@@ -151,14 +151,16 @@ def is_outside(file: str) -> bool:
 
 
 def line_of_error(error: BaseException) -> LineName:
-    """The user's line that an error comes from, as `line_of` writes it."""
-    found, trace = LineName(), error.__traceback__
+    """The user's line that an error comes from, or the error behind it, as `line_of` writes it."""
+    found, outside, trace = LineName(), LineName(), error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if is_users(code.co_filename) or (not found and is_outside(code.co_filename)):
-            found = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
+        if is_outside(code.co_filename):
+            outside = _shorten(f"{code.co_filename}:{trace.tb_lineno} ({code.co_name})")
+            found = outside if is_users(code.co_filename) else found
         trace = trace.tb_next
-    return found
+    behind = error.__cause__ or error.__context__
+    return found or (line_of_error(behind) if behind else found) or outside
 
 
 def is_transposed(eqn: Any, callers: Sequence[Any] = ()) -> bool:

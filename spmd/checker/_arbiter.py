@@ -298,10 +298,11 @@ class _Program:
         """Return which numbers to read as sizes of axes, so that the program agrees on all meshes; none where no such
         reading is known."""
         for several in readings(ours, base, self.written):
-            wanted = run(base, several, other)[0]
-            along = functools.partial(self._along, form, wanted, run, read=several, base=base)
-            if along(self.sizes) == [] and not any(map(along, _alone(self.sizes).values())):  # None: nobody can tell
-                return several
+            with contextlib.suppress(NotSimulated):  # a loop may not end with another number
+                wanted = run(base, several, other)[0]
+                along = functools.partial(self._along, form, wanted, run, read=several, base=base)
+                if along(self.sizes) == [] and not any(map(along, _alone(self.sizes).values())):  # None: who can tell
+                    return several
         return ()
 
     def _along(
@@ -523,7 +524,7 @@ def _filled(arrays: Sequence[Any], seed: int, bold: bool, reordered: bool) -> li
     def scaled(x: Any) -> Any:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x
-        return (np.asarray(x) * np.geomspace(first, last, max(np.size(x), 1)).reshape(np.shape(x))).astype(x.dtype)
+        return (np.asarray(x) * np.geomspace(first, last, np.size(x)).reshape(np.shape(x))).astype(x.dtype)
 
     return [scaled(x) for x in drawn([one(x) for x in arrays], seed, bold=bold and seed > 0)]
 

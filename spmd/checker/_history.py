@@ -228,6 +228,15 @@ class History(Domain):
             todo += new
         return read
 
+    @functools.cached_property
+    def forward(self) -> set[Any]:
+        """What results are made of without a backward pass in between."""
+        found: set[Any] = set()
+        ends = lambda eqn, callers: is_transposed(eqn, callers) or eqn.outvars[0] in found
+        for atom in self._results:
+            found |= set(self.behind(atom, ends))
+        return found
+
     def producer(self, atom: Variable) -> tuple[Any, tuple[Any, ...]] | None:
         """The equation that made a value, and the equations around it."""
         made = None if isinstance(atom, Literal) else self.made.get(atom)

@@ -18,8 +18,9 @@ import numpy as np
 from jax.extend.core import Literal
 
 from spmd import _compat
-from spmd._jaxprs.lines import LineName, is_transposed, line_of
-from spmd._jaxprs.walker import equations, held, opened, shape_of
+from spmd._jaxprs.lines import is_transposed, line_of
+from spmd._jaxprs.walker import Equation, equations, held, opened, shape_of
+from spmd.checker._history import History
 from spmd.checker._numbers import subsets
 from spmd.language import axes_tuple
 
@@ -90,7 +91,7 @@ _SAYS = {
 def read_as(several: Sequence[Reading], sizes: Mapping[str, int], jaxpr: Any) -> dict[int, float]:
     """Return what the numbers of a program are on a mesh of these sizes, by the `id` of each `Literal` or constant."""
     found = {}
-    for atom, number, line in _numbers(jaxpr) if several else ():
+    for atom, number, line, _ in _numbers(jaxpr) if several else ():
         for one in several:
             if one.may_be(number) and one.line in ("", line):
                 found[id(atom)] = one.on(sizes)
@@ -107,10 +108,12 @@ def readings(ours: Any, base: Any, written: Mapping[str, int]) -> Iterator[tuple
     """
     lines: dict[Number, dict[str, None]] = {}
     here: dict[str, set[float]] = {}
-    for _, (value, _), line in _numbers(ours):
+    history = History(base)
+    for _, (value, _), line, _ in _numbers(ours):
         here.setdefault(line, set()).add(value)
-    for _, number, line in _numbers(base):
-        lines.setdefault(number, {})[line] = None
+    for _, number, line, eqn in _numbers(base):
+        if number[1] or eqn is None or not _is_slope(eqn, history):
+            lines.setdefault(number, {})[line] = None
     everywhere, alone = [], []
     for one in dict.fromkeys(_possible(ours, written)):
         found = [line for number in lines if one.may_be(number) for line in lines[number]]
@@ -162,16 +165,22 @@ def _some(dims: Sequence[_Dim]) -> Iterator[_Dim]:
             yield axes, math.prod(size for _, size in several)
 
 
-def _numbers(jaxpr: Any) -> Iterator[tuple[Any, Number, LineName | str]]:
+def _is_slope(eqn: Equation, history: History) -> bool:
+    """Return whether a backward pass alone reads what an equation makes: the 2 of `2 * x`, from `x**2`, is JAX's. The
+    user's own factors are in the backward pass too."""
+    return not is_transposed(eqn) and history.forward.isdisjoint(eqn.outvars)
+
+
+def _numbers(jaxpr: Any) -> Iterator[tuple[Any, Number, str, Equation | None]]:
     """The real numbers that stand in equations, and where; and those that the program closes over."""
     for eqn in equations(jaxpr):
         for atom in eqn.invars:
             if isinstance(atom, Literal) and (number := _real(atom.val, atom.aval.dtype)):
-                yield atom, number, line_of(eqn)
+                yield atom, number, line_of(eqn), eqn
     closed = (part.jaxpr for eqn in equations(jaxpr) for part in held(eqn))
     for value in itertools.chain.from_iterable(opened(one)[1] for one in (jaxpr, *closed)):
         if not isinstance(value, jax.core.Tracer) and (number := _real(value, value.dtype)):
-            yield value, number, "a constant from outside"
+            yield value, number, "a constant from outside", None
 
 
 def _real(value: Any, dtype: Any) -> Number | None:
