@@ -84,7 +84,8 @@ def checked(
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
     if raw and trial.wrong and not findings:
         trial = Trial(walk.sizes, why=_MEANT)
-    verdict = judge(findings, trial, unknown)
+    cleared = dict.fromkeys(one.line for one in walk.findings if one not in findings)
+    verdict = judge(findings, trial, unknown, list(cleared))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
     return Findings(findings, partial(listing, jaxpr, name), verdict)

@@ -42,8 +42,8 @@ class Verdict:
 
     | kind | means |
     |---|---|
-    | `proved` | types follow every value to the results, and numbers agree |
-    | `tested` | numbers agree; types lose a value, or numbers are random: see `reasons` |
+    | `proved` | types follow every value to the results and suspect nothing, and numbers agree |
+    | `tested` | numbers agree; types lose a value or suspect one, or numbers are random: see `reasons` |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
     | `not tested` | there are no findings; numbers were not compared, or they depend on the mesh, perhaps on purpose |
@@ -65,13 +65,14 @@ class Verdict:
         return {"kind": self.kind, "reasons": list(self.reasons)}
 
 
-def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> Verdict:
+def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str], cleared: Sequence[str] = ()) -> Verdict:
     """The verdict on a program.
 
     Args:
       findings: What is left of the findings.
       trial: What the numbers say.
       unknown: The lines where types lose a value.
+      cleared: The lines where types suspect what numbers do not show. Other numbers may take another branch.
     """
     if any(one.certain for one in findings):
         return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
@@ -80,10 +81,11 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str]) -> 
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
     lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
-    sure = not (unknown or trial.quiet or trial.shifts)
+    doubt = [f"Types suspect {_first(cleared)}, and numbers do not show it"] if cleared else []
+    sure = not (unknown or cleared or trial.quiet or trial.shifts)
     read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
-    return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *rest])
+    return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *doubt, *rest])
 
 
 def _first(lines: Sequence[str]) -> str:

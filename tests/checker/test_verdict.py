@@ -209,8 +209,16 @@ def test_a_line_is_innocent_if_only_right_results_depend_on_it() -> None:
         kernel(late).trace(x)
     for findings in (caught.value.findings, spmd.check(kernel(late), x)):
         assert [one.kind for one in findings] == ["nonlinear"]
-    assert spmd.check(kernel(right), x).verdict.kind == "proved"
+    cleared = spmd.check(kernel(right), x).verdict
+    assert cleared.kind == "tested" and "Types suspect" in str(cleared)
     assert spmd.check(kernel(hidden), x).verdict.kind == "wrong"
+
+
+def test_what_numbers_do_not_show_is_not_proved() -> None:
+    """No trial comes to the bound, below which each device would scale by its own norm."""
+    clipped = kernel("n/dp -> n/dp", lambda g: g * jnp.minimum(1.0, 1e3 / jnp.linalg.norm(g)))
+    verdict = spmd.check(clipped, X[0]).verdict
+    assert verdict.kind == "tested" and "Types suspect" in str(verdict) and "test_verdict.py" in str(verdict)
 
 
 def test_gradients_that_cannot_be_taken_are_named() -> None:
