@@ -218,3 +218,7 @@ def test_integers_that_are_given_come_in_another_order_too(reduce: str, why: str
 
     found = trial("n/dp/tp -> scalar", place, jnp.arange(16) // 2)
     assert why in found.why and not found.wrong, found.why
+
+
+def test_an_array_without_elements() -> None:
+    assert trial("b/dp d -> b/dp d", lambda x: 2 * x, jnp.zeros((0, 4))).agrees

@@ -200,3 +200,10 @@ def test_a_function_without_a_kernel_has_nothing_to_check():
     assert str(spmd.check(spmd.kernel("b/dp -> b/dp", mesh=mesh)(doubled), jnp.ones(4))) == (
         "no findings: proved. On dp=2 the results and gradients are those of one device"
     )
+
+
+def test_the_line_of_an_error_in_a_block_of_jax() -> None:
+    """JAX raises it anew where a `with` ends, and the user's line is in the error behind it."""
+    run = lambda x: jax.lax.scan(lambda carry, row: (carry + row, carry), jnp.zeros(4), x)[1]
+    findings = spmd.check(spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=4))(run), jnp.ones((8, 4)))
+    assert "test_findings.py" in findings[0].line and "contextlib" not in str(findings.source())

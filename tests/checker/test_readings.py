@@ -263,3 +263,31 @@ def test_a_reading_that_nobody_can_follow_to_the_mesh_is_refused(monkeypatch: py
     mesh = spmd.make_mesh(**sizes)
     body = spmd.kernel("b/dp c -> c", mesh=mesh, check="off")(lambda x: lax.psum(x.mean(0) * 8.0, "dp"))
     assert _arbiter.tried(body, (ROWS,), mesh, sizes, written={"dp": 8}).wrong
+
+
+def test_a_factor_that_a_derivative_makes_is_no_size() -> None:
+    """The square's slope is twice its operand: as many times as dp has devices. The gradient is divided once too often."""
+
+    def step(divided: bool) -> Any:
+        def body(w, x, y):
+            loss = lambda w: spmd.reduce((x @ w - y) ** 2, "b/dp -> scalar", "mean")
+            return w - 0.1 * spmd.grad(loss)(w) / (lax.axis_size("dp") if divided else 1)
+
+        return spmd.kernel("d, b/dp d, b/dp -> d", mesh=BOTH)(body)
+
+    structs = struct(6), struct(8, 6), struct(8)
+    assert spmd.check(step(True), *structs).verdict.kind == "wrong"
+    assert spmd.check(step(False), *structs).verdict.kind == "proved"
+
+
+@pytest.mark.parametrize("factor", [0.3, 0.5])
+def test_a_loop_that_does_not_end_with_another_number(factor: float) -> None:
+    """With a half read as one over dp it goes on for ever. Then that is no reading."""
+
+    def halved(x):
+        start = lax.pcast(jnp.float32(1), ("dp", "tp"), to="varying")
+        once = lambda carry: (carry[0] * factor, jnp.abs(carry[0]).max())
+        return lax.while_loop(lambda carry: carry[1] > 1e-2, once, (x, start))[0]
+
+    with pytest.raises(spmd.errors.ReplicationError, match="a maximum was done on each"):
+        spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=BOTH)(halved).trace(struct(8, 16))
