@@ -280,7 +280,8 @@ def claimed_divided(walk: Any, eqn: Equation, state: State, dim: int, axes: Sequ
     name = " ".join(a.name for a in layout.dims[dim].atoms)
     says = f'"{shown}" says that {name} is divided over {along}'
     span, place = layout.dims[dim].span, place_at(walk, eqn)
-    if walk.history.made_by(eqn.invars[0], "iota"):
+    given = not walk.history.arguments.keys().isdisjoint(walk.history.behind(eqn.invars[0]))
+    if not given and walk.history.made_by(eqn.invars[0], "iota"):
         rule = f"{says}, but this arange counts from 0 on every device along {along}."
         fix = iota(walk, eqn, dim) if place is not None and place.counts else None
         return _at_marker(walk, eqn, rule, span, (), fix, None if fix else f'spmd.iota("{shown}") in its place')

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import spmd
 from spmd.checker._history import Origin
 from spmd.checker._mends import changed, describe, done_to_pieces, joined, listed, marked, named, shown_dims, text_of
 from spmd.checker._state import HIDDEN, Pending, State
@@ -62,3 +68,15 @@ def test_with_a_mapping_every_name_says_what_divides_it():
     assert text_of(given, given, 'psum(x, "b s")') == str(given) != given.short
     plain = Layout("b/dp s")
     assert text_of(plain, plain, 'psum(x, "b/dp s")') == "b/dp s"
+
+
+def test_an_identity_beside_data_does_not_count() -> None:
+    """JAX makes `jnp.eye` of two aranges. What data went into does not count from 0."""
+
+    def first_rows(x: Any) -> Any:
+        whole = lax.all_gather(x, "dp", tiled=True)
+        return ((jnp.outer(whole, whole) + jnp.eye(16)) @ whole)[:4]
+
+    kernel = spmd.kernel("n/dp -> n/dp", mesh=spmd.make_mesh(dp=4))(first_rows)
+    [finding] = spmd.check(kernel, jax.ShapeDtypeStruct((16,), "float32"))
+    assert "holds the same block" in finding.rule and "arange" not in str(finding)
