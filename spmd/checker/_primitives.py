@@ -116,9 +116,12 @@ def _asked(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict
         given.append(_shown(rows.reshape((count,) * own + x.shape[lead:]), atom.aval.dtype, generators))
         mapped.append(0 if own else None)
     params = {name: _widened(value) if "type" in name else value for name, value in eqn.params.items()}
-    run = lambda *args: eqn.primitive.bind(*args, **params)
-    run = jax.vmap(run, mapped) if 0 in mapped else run
+    how = eqn.primitive, tuple(params.items()), tuple(mapped)
     try:
+        try:
+            run = _compiled(*how)
+        except TypeError:  # a parameter has no hash
+            run = _compiled.__wrapped__(*how)
         found = run(*given)
     except Exception as error:  # whatever JAX says of what it cannot compute at once
         raise NotSimulated(f"{eqn.primitive.name}: {type(error).__name__}") from error
@@ -127,6 +130,13 @@ def _asked(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict
         raise NotSimulated(f"{eqn.primitive.name} gives what is not an array")
     shared = front if 0 in mapped else (1,) * lead
     return [_held(out, v.aval, shared) for out, v in zip(outs, eqn.outvars, strict=True)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(primitive: Any, params: Sequence[tuple[str, Any]], mapped: Sequence[int | None]) -> Any:
+    """A primitive of JAX's, compiled once for operands of equal shapes."""
+    run = lambda *args: primitive.bind(*args, **dict(params))
+    return jax.jit(jax.vmap(run, mapped) if 0 in mapped else run)
 
 
 def _shown(x: Array, dtype: Any, generators: dict[Any, Any]) -> Any:
