@@ -118,10 +118,10 @@ def _asked(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict
     params = {name: _widened(value) if "type" in name else value for name, value in eqn.params.items()}
     how = eqn.primitive, tuple(params.items()), tuple(mapped)
     try:
-        try:
-            run = _compiled(*how)
-        except TypeError:  # a parameter has no hash
-            run = _compiled.__wrapped__(*how)
+        run = _compiled(*how)
+    except TypeError:  # a parameter has no hash
+        run = _compiled.__wrapped__(*how)
+    try:
         found = run(*given)
     except Exception as error:  # whatever JAX says of what it cannot compute at once
         raise NotSimulated(f"{eqn.primitive.name}: {type(error).__name__}") from error

@@ -214,7 +214,8 @@ class Simulator(Domain):
         if self.apart:
             self.read(operands)
         self._spend(eqn)
-        operands = self.moved(eqn, operands) if eqn.primitive.name in MOVES else self.plain(eqn, operands)
+        if any(x.dtype.names for x in operands):
+            operands = (self.moved if eqn.primitive.name in MOVES else self.plain)(eqn, operands)
         given = [
             x if x.dtype.names or x.dtype == (kind := wide_dtype(v.aval.dtype)) else x.astype(kind)
             for x, v in zip(operands, eqn.invars, strict=True)
@@ -237,7 +238,7 @@ class Simulator(Domain):
         """The operands of an equation that only moves elements. Where one carries bits, all of its type do."""
         found, types = list(operands), [v.aval.dtype for v in eqn.invars]
         carried = [kind for x, kind in zip(operands, types, strict=True) if x.dtype.names]
-        places = [i for i, kind in enumerate(types) if kind in carried] if carried else []
+        places = [i for i, kind in enumerate(types) if kind in carried]
         for i, x in zip(places, alike([operands[i] for i in places]), strict=True):
             found[i] = x
         return found

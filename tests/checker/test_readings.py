@@ -282,7 +282,7 @@ def test_a_factor_that_a_derivative_makes_is_no_size() -> None:
 
 @pytest.mark.parametrize("factor", [0.3, 0.5])
 def test_a_loop_that_does_not_end_with_another_number(factor: float) -> None:
-    """With a half read as one over dp it goes on for ever. Then that is no reading."""
+    """If the half is read as one over dp, the loop does not end on one device. Such a reading does not count."""
 
     def halved(x):
         start = lax.pcast(jnp.float32(1), ("dp", "tp"), to="varying")
