@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from spmd._compat import varying_type
 from spmd._jaxprs.walker import equations, walk
 from spmd.checker import _simulator
-from spmd.checker._primitives import NotSimulated
+from spmd.checker._primitives import NotSimulated, numbers_of
 from spmd.checker._simulator import Parted, held_number, simulate
 from spmd.comm._lax import to_invarying
 from tests.checker import test_primitives
@@ -298,7 +298,8 @@ class Typed(_simulator.Simulator):
     def equation(self, eqn: Any, operands: Any) -> Any:
         outs = super().equation(eqn, operands)
         for var, x in zip(eqn.outvars, outs, strict=True) if self.sizes and "jaxpr" not in eqn.params else ():
-            differs = x.shape[0] > 1 and not np.allclose(x, x[:1], equal_nan=True)
+            numbers = numbers_of(x)
+            differs = x.shape[0] > 1 and not np.allclose(numbers, numbers[:1], equal_nan=True)
             if differs and "d" not in varying_type(var.aval):
                 self.mistyped = {*getattr(self, "mistyped", ()), eqn.primitive.name}
         return outs
