@@ -16,7 +16,7 @@ from spmd._jaxprs.lines import called_at, is_ours, is_transposed, line_of, line_
 from spmd._jaxprs.walker import Variable, equations, opened, shape_of
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
-from spmd.checker._arguments import fewer_devices, smaller
+from spmd.checker._arguments import fewer_devices, names_of, smaller
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
@@ -124,7 +124,7 @@ def _tried(
             break
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
-        given = smaller(traced.jaxpr, arrays, sizes, fewer, allowed)
+        given, _ = smaller(names_of(traced.jaxpr, arrays, sizes, [fewer]), arrays, allowed)
         asked = {"gradients": gradients, "alone": alone, "reference": reference}
         found = tried(run, given, mesh, fewer, **asked, written=sizes)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -64,30 +64,6 @@ Key = tuple[str, int]  # a name, and its size
 Place = tuple[int, int]  # an argument, and one of its dimensions
 
 
-def distinct(free: Mapping[Any, int], blocks: Mapping[Any, int], used: set[int], least: int = 0) -> dict[Any, int]:
-    """The smallest size of each name: at least `least`, a multiple of its blocks, two in each of these, and none that
-    another name has."""
-    found, taken = {}, set(used)
-    for name in free:
-        step = blocks[name]
-        small = max(2 * step, -(-least // step) * step)
-        while small in taken:
-            small += step
-        taken.add(min(small, free[name]))
-        found[name] = small
-    return found
-
-
-def resized_array(x: Any, dims: Sequence[tuple[Dim, int | None]], sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
-    """An array with other sizes of its names."""
-    shape = []
-    for (dim, _), now in zip(dims, np.shape(x), strict=True):
-        parts = [atom.size or sizes.get(atom.name) for atom in dim.atoms]
-        known = [n for n in parts if n is not None]
-        shape.append(math.prod(known) if len(known) == len(parts) > 0 else now)
-    return jax.ShapeDtypeStruct(tuple(shape), held_dtype(x), sharding=getattr(x, "sharding", None))
-
-
 def fewer_devices(sizes: Mapping[str, int], most: int = _FEW) -> dict[str, int]:
     """The sizes of a mesh of few devices: each axis has the largest divisor of its size that is not above `most`."""
     small = lambda n: max((k for k in range(2, most + 1) if n % k == 0), default=n)
@@ -95,21 +71,122 @@ def fewer_devices(sizes: Mapping[str, int], most: int = _FEW) -> dict[str, int]:
     return {axis: small(n) if large else n for axis, n in sizes.items()}
 
 
-def halved(sizes: Mapping[Any, int], targets: Mapping[Any, int], allowed: Callable[[Any], bool]) -> dict[Any, int]:
-    """The sizes, as many as possible of them at their targets: all, else one half and then the other."""
-    found = dict(sizes)
+class Names:
+    """The names that kernels have for the dimensions of a program's arguments.
 
-    def take(names: Sequence[Any]) -> None:
-        trial = found | {name: targets[name] for name in names}
-        if allowed(trial):
-            found.update(trial)
-        elif len(names) > 1:
-            take(names[: len(names) // 2])
-            take(names[len(names) // 2 :])
+    Two names are one if they have the same size and name, or name one dimension.
 
-    if targets:
-        take(list(targets))
-    return found
+    Args:
+      meshes: The sizes of the axes of each mesh on which the program is going to run.
+      fixed: The names that keep their sizes.
+    """
+
+    def __init__(self, meshes: Sequence[Mapping[str, int]], fixed: Collection[str] = ()) -> None:
+        self._meshes, self._fixed = meshes, fixed
+        self._dims: dict[int, tuple[Sequence[Any], Mapping[str, int]]] = {}
+        self._blocks: dict[Key, int] = {}
+        self._parent: dict[Key, Key] = {}
+        self._at: dict[Place, Key] = {}
+
+    def _root(self, key: Key) -> Key:
+        while (parent := self._parent.setdefault(key, key)) != key:
+            key = parent
+        return key
+
+    def add(self, at: int, dims: Sequence[tuple[Dim, int | None]], sizes: Mapping[str, int]) -> None:
+        """Record what a kernel calls the dimensions of an argument."""
+        self._dims.setdefault(at, (dims, sizes))
+        self.divide([dim for dim, _ in dims], sizes)
+        for place, (dim, _) in enumerate(dims):
+            if len(dim.atoms) == 1 and (name := dim.atoms[0].name) in sizes:
+                first = self._at.setdefault((at, place), (name, sizes[name]))
+                self._parent[self._root((name, sizes[name]))] = self._root(first)
+
+    def divide(self, dims: Iterable[Dim], sizes: Mapping[str, int]) -> None:
+        """Record into how many blocks a kernel divides its names."""
+        for atom in (atom for dim in dims for atom in dim.atoms if atom.name in sizes):
+            key = atom.name, sizes[atom.name]
+            parts = [math.prod(mesh[axis] for axis in atom.axes or ()) for mesh in self._meshes]
+            self._blocks[key] = math.lcm(*parts, self._blocks.get(key, 1))
+
+    @functools.cached_property
+    def parts(self) -> dict[Key, int]:
+        """Into how many blocks each name is divided."""
+        found: dict[Key, int] = {}
+        for key, n in self._blocks.items():
+            found[self._root(key)] = math.lcm(n, found.get(self._root(key), 1))
+        return found
+
+    def smallest(self, least: int = 0) -> dict[Key, int]:
+        """The smallest size of each name: at least `least`, a multiple of its blocks, two in each of these, and none
+        that another name has."""
+        fixed = {self._root(key) for key in self._blocks if key[0] in self._fixed}
+        found, taken = {}, {size for _, size in fixed}
+        for key, step in self.parts.items():
+            if key not in fixed:
+                small = max(2 * step, -(-least // step) * step)
+                while small in taken:
+                    small += step
+                taken.add(min(small, key[1]))
+                found[key] = small
+        return found
+
+    def resized(self, arrays: Sequence[Any], chosen: Mapping[Key, int]) -> list[Any]:
+        """The arguments with other sizes of these names. One that no kernel is given is as another one of its shape."""
+        shapes: dict[Any, dict[Any, None]] = {}
+        for at in self._dims:
+            shapes.setdefault(np.shape(arrays[at]), {})[self._shape(at, np.shape(arrays[at]), chosen)] = None
+        out = []
+        for at, x in enumerate(arrays):
+            alike = list(shapes.get(np.shape(x), ()))
+            shape = self._shape(at, np.shape(x), chosen) if at in self._dims or len(alike) != 1 else alike[0]
+            lies = getattr(x, "sharding", None)
+            out.append(x if shape == np.shape(x) else jax.ShapeDtypeStruct(shape, held_dtype(x), sharding=lies))
+        return out
+
+    def _shape(self, at: int, before: Sequence[int], chosen: Mapping[Key, int]) -> tuple[int, ...]:
+        dims, known = self._dims.get(at, ((), {}))
+        if not dims:
+            return tuple(before)
+        now = lambda name: chosen.get(self._root((name, known[name])), known[name]) if name in known else None
+        parts = [[atom.size or now(atom.name) for atom in dim.atoms] for dim, _ in dims]
+        return tuple(math.prod(n) if n and None not in n else was for n, was in zip(parts, before, strict=True))
+
+
+def smaller(
+    names: Names, arrays: Sequence[Any], allowed: Callable[[Sequence[Any]], bool], least: int = 0
+) -> tuple[list[Any], dict[Key, int]]:
+    """The arguments of a program with as many names as possible at their smallest sizes, and the sizes of the names.
+
+    A dimension that no kernel names keeps its size.
+
+    Args:
+      names: The names.
+      arrays: The arguments.
+      allowed: Whether the program can be traced with other arguments.
+      least: What each new size is at least.
+    """
+    small = names.smallest(least)
+    before = {key: math.lcm(key[1], names.parts[key]) for key in small}
+    found = {**before}
+
+    def take(targets: Mapping[Key, int]) -> None:
+        """Give as many names as possible their targets: all, else one half and then the other."""
+        if targets and allowed(names.resized(arrays, {**found, **targets})):
+            found.update(targets)
+        elif len(targets) > 1:
+            half = list(targets.items())
+            take(dict(half[: len(half) // 2]))
+            take(dict(half[len(half) // 2 :]))
+
+    take({key: n for key, n in small.items() if n < before[key]})
+    # A multiple of another name or of a constant, or halves: more of them fit together.
+    for start in (8 << i for i in range(0, max(before.values(), default=0).bit_length(), 2)):
+        kept = sorted((key for key in before if found[key] == before[key]), key=before.__getitem__)
+        steps = {key: math.lcm(start << i, names.parts[key]) for i, key in enumerate(kept)}
+        targets = {key: max(n, -(-least // n) * n) for key, n in steps.items()}
+        take({key: n for key, n in targets.items() if n < before[key]})
+    return names.resized(arrays, found), found
 
 
 class _Arguments(Domain):
@@ -143,100 +220,22 @@ class _Arguments(Domain):
         return [None] * len(eqn.outvars)
 
 
-def smaller(
-    jaxpr: Any,
-    arrays: Sequence[Any],
-    sizes: Mapping[str, int],
-    fewer: Mapping[str, int],
-    allowed: Callable[[Sequence[Any]], bool],
-) -> list[Any]:
-    """The arguments of a program, with as many names of its kernels as possible at their smallest sizes.
-
-    A dimension that no kernel names keeps its size. An argument that no kernel is given is as another one of its shape:
-    so the moments of an optimizer follow the parameters.
+def names_of(jaxpr: Any, arrays: Sequence[Any], sizes: Mapping[str, int], meshes: Sequence[Mapping[str, int]]) -> Names:
+    """The names that the kernels of a program have for its arguments.
 
     Args:
       jaxpr: The program.
       arrays: Its arguments.
       sizes: The sizes of the mesh axes.
-      fewer: Those of the mesh on which the program is going to be tried.
-      allowed: Whether the program can be traced there with these arguments.
+      meshes: Those of the meshes on which it is going to be tried.
     """
     seen = _Arguments()
     walk(jaxpr, range(len(arrays)), seen)
-    names = _Names(fewer)
+    names = Names(meshes)
     for given in seen.kernels:
         bound = bind([(f"{at}", tuple(np.shape(arrays[at])), leaf.layout) for at, leaf in given], sizes)
         if not bound.faults:
             known = {name: one.size for name, one in bound.sizes.items()}
             for (at, _), dims in zip(given, bound.dims, strict=True):
                 names.add(at, dims, known)
-    resized = lambda chosen: _resized(arrays, {at: names.of(at, chosen) for at in names.dims})
-    before = {key: key[1] for key in names.parts}
-    least, fits = names.least(), lambda chosen: allowed(resized(chosen))
-    found = halved(before, least, fits)
-    for key in (key for key in least if found[key] == before[key]):  # a multiple of another name, or of a constant
-        powers = (8 << i for i in range(before[key].bit_length()) if least[key] < 8 << i < before[key])
-        found[key] = next((n for n in powers if n % names.parts[key] == 0 and fits({**found, key: n})), before[key])
-    return resized(found)
-
-
-def _resized(arrays: Sequence[Any], told: Mapping[int, tuple[Sequence[Any], dict[str, int]]]) -> list[Any]:
-    """The arguments of which new sizes are told, and those of the same shapes."""
-    found = {at: resized_array(arrays[at], *sizes).shape for at, sizes in told.items()}
-    shapes: dict[Any, set[Any]] = {}
-    for at, shape in found.items():
-        shapes.setdefault(np.shape(arrays[at]), set()).add(shape)
-    out = []
-    for at, x in enumerate(arrays):
-        alike = shapes.get(np.shape(x), set())
-        shape = found[at] if at in found else next(iter(alike)) if len(alike) == 1 else np.shape(x)
-        out.append(x if shape == np.shape(x) else jax.ShapeDtypeStruct(shape, held_dtype(x)))
-    return out
-
-
-class _Names:
-    """The names of all kernels. Two are one if they have the same size and name, or name one dimension."""
-
-    def __init__(self, fewer: Mapping[str, int]) -> None:
-        self.fewer = fewer
-        self.dims: dict[int, tuple[Sequence[Any], Mapping[str, int]]] = {}
-        self.blocks: dict[Key, int] = {}
-        self._parent: dict[Key, Key] = {}
-        self._at: dict[Place, Key] = {}
-
-    def root(self, key: Key) -> Key:
-        while (parent := self._parent.setdefault(key, key)) != key:
-            key = parent
-        return key
-
-    def add(self, at: int, dims: Sequence[tuple[Dim, int | None]], known: Mapping[str, int]) -> None:
-        """Record what a kernel calls the dimensions of an argument."""
-        self.dims.setdefault(at, (dims, known))
-        for place, (dim, _) in enumerate(dims):
-            for atom in dim.atoms:
-                if atom.name in known:
-                    key = atom.name, known[atom.name]
-                    parts = math.prod(self.fewer[axis] for axis in atom.axes or ())
-                    self.blocks[key] = math.lcm(parts, self.blocks.get(key, 1))
-                    if len(dim.atoms) == 1:
-                        self._parent[self.root(key)] = self.root(self._at.setdefault((at, place), key))
-
-    @functools.cached_property
-    def parts(self) -> dict[Key, int]:
-        """Into how many blocks each name is divided."""
-        found: dict[Key, int] = {}
-        for key, n in self.blocks.items():
-            found[self.root(key)] = math.lcm(n, found.get(self.root(key), 1))
-        return found
-
-    def least(self) -> dict[Key, int]:
-        """The smallest size of each name that is larger."""
-        small = distinct({key: key[1] for key in self.parts}, self.parts, set())
-        return {key: n for key, n in small.items() if n < key[1]}
-
-    def of(self, at: int, chosen: Mapping[Key, int]) -> tuple[Sequence[Any], dict[str, int]]:
-        """The dimensions of an argument, and the new sizes of their names."""
-        dims, known = self.dims[at]
-        keys = {name: self.root((name, size)) for name, size in known.items() if (name, size) in self.blocks}
-        return dims, {name: chosen[key] for name, key in keys.items()}
+    return names

@@ -227,7 +227,7 @@ class Dataflow(Control):
         differentiated = any(map(is_differentiated, (eqn, *self.callers)))
         for index, (state, spec) in enumerate(zip(outs, eqn.params["out_specs"], strict=True)):
             made = [p for p in state.pending if p.axis in self.checked and p.kind not in QUIET]
-            if made and differentiated and self.history.only_for_derivatives(eqn.outvars[index]):
+            if made and differentiated and eqn.outvars[index] not in self.history.forward:
                 continue
             if pending := sorted(made):
                 fault = report.pending_returned(self, eqn, index, pending, spec)

@@ -209,25 +209,6 @@ class History(Domain):
             [atom] = operands
         return atom
 
-    def only_for_derivatives(self, var: Variable) -> bool:
-        """Return whether only a backward pass reads a value."""
-        return var not in self._read_forward
-
-    @functools.cached_property
-    def _read_forward(self) -> set[Any]:
-        """What is read outside of backward passes. The way back through calls needs no equation."""
-        read: set[Any] = set()
-        for eqn, _, callers in self.made.values():
-            if not any(map(is_transposed, (eqn, *callers))) and all(part.role == Role.MAP for part in held(eqn)):
-                read.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-        read.update(atom for atom in self._results if not isinstance(atom, Literal))
-        todo = list(read)
-        while todo:
-            new = set(self.made_of.get(todo.pop(), ())) - read
-            read |= new
-            todo += new
-        return read
-
     @functools.cached_property
     def forward(self) -> set[Any]:
         """What results are made of without a backward pass in between."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +22,8 @@ from spmd._jaxprs.facts import KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, check_jaxpr, tried
-from spmd.checker._arguments import distinct, resized_array
+from spmd.checker._arbiter import is_traced
+from spmd.checker._arguments import Names, smaller
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
@@ -30,7 +31,7 @@ from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature, bind_sizes
 from spmd.kernels._translate import Held, carried_axes, translated
-from spmd.language import AxisMapping, Bound, Layout, Size, bind, check_axes, mesh_text
+from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
 from spmd.modes import Frame, ambient_mode, enter_body
 
@@ -410,26 +411,30 @@ def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]
 
 # A kernel before the arbiter: what its numbers say, at its own sizes or at small ones.
 
-# --- the sizes of a kernel's names: read off its arguments, and made other ones for a trial ---------------------------
 
+def names_in(
+    plan: Any, leaves: Sequence[Any], meshes: Sequence[Any], fixed: Callable[[Any], bool] = lambda _: False
+) -> Names:
+    """The names of a kernel's arguments, for other meshes. Those of arguments that are `fixed`, and those whose sizes
+    the kernel says itself, keep their sizes.
 
-def read_sizes(plan: Any, leaves: Sequence[Any]) -> Bound:
-    """The sizes that the arguments of a kernel bind, and the dimensions of each of them."""
+    Raises:
+      ValueError: If the arguments do not fit the signature.
+    """
     known = {name: Size(size, "") for name, size in plan.signature.sizes}
     arrays = [(one.path, np.shape(x), one.layout) for one, x in zip(plan.leaves, leaves, strict=True)]
-    return bind(arrays, plan.sizes, known=known)
-
-
-def blocks_of(plan: Any, read: Bound, meshes: Sequence[Any]) -> dict[str, int]:
-    """Into how many blocks each name is divided wherever it is written, on all meshes."""
-    written = [dim for dims in read.dims for dim, _ in dims]
-    written += [dim for layout in plan.outputs.declared for dim in layout.dims]
-
-    def count(name: str) -> int:
-        axes = {atom.axes or () for dim in written for atom in dim.atoms if atom.name == name}
-        return math.lcm(*(math.prod(mesh.shape[a] for a in one) for one in axes for mesh in meshes))
-
-    return {name: count(name) for name in read.sizes}
+    bound = bind(arrays, plan.sizes, known=known)
+    if bound.faults:
+        raise ValueError(f"{bound.faults[0].where} does not fit")
+    sizes = {name: one.size for name, one in bound.sizes.items()}
+    kept = [dims for x, dims in zip(leaves, bound.dims, strict=True) if fixed(x)]
+    names = Names(
+        [mesh.shape for mesh in meshes], {*known, *(n for dims in kept for dim, _ in dims for n in dim.names)}
+    )
+    for at, dims in enumerate(bound.dims):
+        names.add(at, dims, sizes)
+    names.divide((dim for layout in plan.outputs.declared for dim in layout.dims), sizes)
+    return names
 
 
 _DEVICES = 64  # that are taken as they are
@@ -456,28 +461,22 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
         return other.outputs.returned(other.traced(arrays))
 
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
-    for arrays in _candidates(plan, leaves, mesh):
+    for arrays in _candidates(plan, leaves, mesh, run):
         found = tried(run, arrays, mesh, dict(mesh.shape), alone=alone, written=dict(plan.mesh.shape))
         if not found.why:
             break
     return found
 
 
-def _candidates(plan: Any, leaves: Sequence[Any], mesh: Any) -> Iterator[list[Any]]:
-    """The arguments as they are, if they are small, and with the smallest sizes of all names."""
+def _candidates(plan: Any, leaves: Sequence[Any], mesh: Any, run: Callable[..., Any]) -> Iterator[list[Any]]:
+    """The arguments as they are, if they are small, and with the smallest sizes of all names, or of some."""
     same = {**mesh.shape, **plan.sizes} == dict(mesh.shape)
     small = sum(math.prod(np.shape(x)) for x in leaves) <= _SMALL
     if same and small:
         yield list(leaves)
-    read = read_sizes(plan, leaves)
-    if not read.faults:
-        fixed = {name for name, _ in plan.signature.sizes}
-        sizes = {name: one.size for name, one in read.sizes.items()}
-        free = {name: size for name, size in sizes.items() if name not in fixed}
-        blocks = blocks_of(plan, read, [mesh])
-        least = {**sizes, **distinct(free, blocks, {sizes[name] for name in fixed & sizes.keys()})}
-        grown = {name: math.lcm(size, blocks[name]) for name, size in sizes.items()}
-        for chosen in (least, grown):
-            yield [resized_array(x, dims, chosen) for x, dims in zip(leaves, read.dims, strict=True)]
+    with contextlib.suppress(ValueError):  # the trace says what does not fit
+        names = names_in(plan, leaves, [mesh])
+        yield names.resized(leaves, names.smallest())
+        yield smaller(names, leaves, lambda given: is_traced(run, given, mesh, dict(mesh.shape)))[0]
     if same and not small:
         yield [jax.ShapeDtypeStruct(np.shape(x), held_dtype(x)) for x in leaves]

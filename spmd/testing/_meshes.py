@@ -24,13 +24,13 @@ from spmd._jaxprs.walker import equations, opened
 from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import collecting
-from spmd.checker._arguments import distinct, drawn, halved, resized_array
+from spmd.checker._arguments import drawn, smaller
 from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide
 from spmd.checker._primitives import NotSimulated
 from spmd.checker._simulator import Parted, held_number, simulate
 from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, SpmdError
 from spmd.kernels._kernel import Kernel
-from spmd.kernels._plan import blocks_of, read_sizes
+from spmd.kernels._plan import names_in
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for, no_mesh, resized, with_sizes
 from spmd.modes import mode
 from spmd.testing._assertions import Mismatch
@@ -552,53 +552,22 @@ def shrunk(
     """
     kernel = build(meshes[0])
     plan, leaves = kernel.prepared(args, kwargs)
-    read = read_sizes(plan, leaves)
-    sizes = {name: one.size for name, one in read.sizes.items()}
-    if read.faults:
+    try:
+        names = names_in(plan, leaves, meshes, lambda x: not isinstance(x, jax.ShapeDtypeStruct))
+    except ValueError:
         return plan.rebuild(leaves), {}  # the run says what is wrong
-    given = [dims for x, dims in zip(leaves, read.dims, strict=True) if not isinstance(x, jax.ShapeDtypeStruct)]
-    fixed = {name for dims in given for dim, _ in dims for name in dim.names} | dict(kernel.signature.sizes).keys()
-    blocks = {name: n for name, n in blocks_of(plan, read, meshes).items() if name not in fixed}
-    least = max((_largest(x) + 1 for x in leaves), default=0)
 
-    def values(sizes: Mapping[str, int]) -> list[Any]:
-        pairs = zip(leaves, read.dims, strict=True)
-        lacking = jax.ShapeDtypeStruct
-        return plan.rebuild([resized_array(x, d, sizes) if isinstance(x, lacking) else x for x, d in pairs])
-
-    def allowed(sizes: Mapping[str, int]) -> bool:
+    def allowed(given: Sequence[Any]) -> bool:
         try:
             for mesh in meshes:
-                build(mesh).trace(*values(sizes))
+                build(mesh).trace(*plan.rebuild(given))
         except Exception:  # of the body, which may raise anything
             return False
         return True
 
-    every = math.lcm(*(math.prod(mesh.shape.values()) for mesh in meshes))
-    found = _smallest(sizes, blocks, least, every, allowed)
-    _check_drawable(kernel, values(found), found)
-    return values(found), {name: (sizes[name], found[name]) for name in blocks if found[name] != sizes[name]}
-
-
-def _smallest(
-    sizes: Mapping[str, int],
-    blocks: Mapping[str, int],
-    least: int,
-    every: int,
-    allowed: Callable[[Mapping[str, int]], bool],
-) -> Mapping[str, int]:
-    """The sizes, those of the names in `blocks` as small as is allowed; `every` is a size that all meshes divide."""
-    free = {name: sizes[name] for name in blocks}
-    used = {size for name, size in sizes.items() if name not in free}
-    small = {name: n for name, n in distinct(free, blocks, used, least).items() if n < free[name]}
-    found = halved(sizes, small, allowed)
-    # What is divided in the body only, or is a multiple of another name, or has two halves: more of them fit together.
-    for start in (every, 2 * every):
-        kept = {name: size for name, size in free.items() if found[name] == size}
-        steps = {name: start << i for i, name in enumerate(sorted(kept, key=kept.__getitem__))}
-        targets = {name: max(n, -(-least // n) * n) for name, n in steps.items()}
-        found = halved(found, {name: n for name, n in targets.items() if n < kept[name]}, allowed)
-    return found
+    given, sizes = smaller(names, leaves, allowed, max((_largest(x) + 1 for x in leaves), default=0))
+    _check_drawable(kernel, plan.rebuild(given), sizes)
+    return plan.rebuild(given), {name: (size, n) for (name, size), n in sizes.items() if n != size}
 
 
 def _largest(x: Any) -> int:
@@ -607,11 +576,11 @@ def _largest(x: Any) -> int:
     return int(np.max(x)) if indices else -1
 
 
-def _check_drawable(kernel: Kernel, values: Sequence[Any], sizes: Mapping[str, int]) -> None:
+def _check_drawable(kernel: Kernel, values: Sequence[Any], sizes: Mapping[Any, int]) -> None:
     """Refuse arguments that are too large to be filled, unless the kernel itself refuses them."""
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(values) if isinstance(x, jax.ShapeDtypeStruct))
     if count > _NUMBERS:
         kernel.trace(*values)
         rule = "the body fails where the names have smaller sizes, and with these there are too many numbers to draw."
-        got = [", ".join(f"{name}={size}" for name, size in sizes.items()), f"{count:,} numbers in the arguments"]
+        got = [", ".join(f"{name}={size}" for (name, _), size in sizes.items()), f"{count:,} numbers in the arguments"]
         raise SizeError(rule, call=_CALL, got=got, advice="structs of small sizes that fit together, or arrays")

@@ -6,10 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import spmd
-from spmd.checker._arguments import distinct, fewer_devices
+from spmd.checker._arguments import Names, fewer_devices
 
 LARGE = spmd.make_mesh(dp=64, tp=8, abstract=True)
 
@@ -74,6 +75,10 @@ def test_fewer_devices() -> None:
 
 @pytest.mark.parametrize("least", [0, 5])
 def test_distinct_sizes(least: int) -> None:
-    found = distinct({"a": 100, "b": 100, "c": 100}, {"a": 2, "b": 2, "c": 3}, {4}, least)
-    assert len(set(found.values())) == 3 and 4 not in found.values()
+    names = Names([{"x": 2, "y": 2, "z": 3}], ["d"])
+    sizes = {"a": 96, "b": 100, "c": 102, "d": 4}
+    names.add(0, list(zip(spmd.Layout("a/x b/y c/z d").dims, sizes.values(), strict=True)), sizes)
+    found = {name: n for (name, _), n in names.smallest(least).items()}
+    assert len(set(found.values())) == 3 and 4 not in found.values() and "d" not in found
     assert all(found[name] % n == 0 and found[name] >= max(2 * n, least) for name, n in (("a", 2), ("b", 2), ("c", 3)))
+    assert names.resized([np.zeros((96, 100, 102, 4))], names.smallest(least))[0].shape == (*found.values(), 4)

@@ -9,9 +9,8 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker._arguments import distinct, resized_array
 from spmd.kernels import _plan
-from spmd.kernels._plan import blocks_of, read_sizes, trial_of
+from spmd.kernels._plan import names_in, trial_of
 
 BIG = jax.ShapeDtypeStruct((4096, 8192), "float32")
 
@@ -96,15 +95,11 @@ def test_every_kernel_may_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 X = jnp.ones((64, 32, 24))
 
 
-def test_sizes_are_read_and_made_small() -> None:
+def test_names_are_read_and_made_small() -> None:
     mesh = spmd.make_mesh(dp=2, tp=4)
     kernel = spmd.kernel("b/dp (h k)/tp d -> b d/dp/tp", mesh=mesh, h=8)(lambda x: x)
-    plan, leaves = kernel.prepared((X,), {})
-    read = read_sizes(plan, leaves)
-    assert {name: one.size for name, one in read.sizes.items()} == {"b": 64, "h": 8, "k": 4, "d": 24}
-    blocks = blocks_of(plan, read, [mesh])
-    assert blocks == {"b": 2, "h": 4, "k": 1, "d": 8}
-    small = distinct({"b": 64, "k": 4, "d": 24}, blocks, {8})
-    assert small == {"b": 4, "k": 2, "d": 16}
-    [dims] = read.dims
-    assert resized_array(X, dims, {**small, "h": 8}).shape == (4, 16, 16)
+    names = names_in(*kernel.prepared((X,), {}), [mesh])
+    assert names.parts == {("b", 64): 2, ("h", 8): 4, ("k", 4): 1, ("d", 24): 8}
+    small = names.smallest()
+    assert small == {("b", 64): 4, ("k", 4): 2, ("d", 24): 16}
+    assert names.resized([X], small)[0].shape == (4, 16, 16)
