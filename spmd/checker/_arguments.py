@@ -150,7 +150,9 @@ class Names:
             return tuple(before)
         now = lambda name: chosen.get(self._root((name, known[name])), known[name]) if name in known else None
         parts = [[atom.size or now(atom.name) for atom in dim.atoms] for dim, _ in dims]
-        return tuple(math.prod(n) if n and None not in n else was for n, was in zip(parts, before, strict=True))
+        known_parts = [[n for n in one if n is not None] for one in parts]
+        pairs = zip(parts, known_parts, before, strict=True)
+        return tuple(math.prod(known) if len(known) == len(one) > 0 else was for one, known, was in pairs)
 
 
 def smaller(
