@@ -48,6 +48,7 @@ _CALLERS = object()  # the mapping of whoever calls
 
 _mode = Ambient("mode", ("explicit", "all"))
 _mapping = Ambient("axis_mapping", None)
+interpreted = Ambient("interpreted", False)  # whether a trace is for numbers, which no opaque code has
 _frame = jax.make_user_context(None)
 _entered: weakref.WeakValueDictionary[tuple[Any, ...], Frame] = weakref.WeakValueDictionary()
 _met: set[str] = set()  # of any kernel: a function that JAX has traced before is not run again, and meets nothing

@@ -28,11 +28,11 @@ CODE = ("spmd/", "tests/", "examples/")
 BUDGET = {
     ".": 2155,
     "_cli": 470,
-    "_jaxprs": 655,
+    "_jaxprs": 740,
     "_processes": 295,
     "_python": 210,
     "_trees": 440,
-    "checker": 5740,
+    "checker": 5750,
     "cluster": 1770,
     "comm": 2275,
     "drawing": 300,
@@ -41,12 +41,12 @@ BUDGET = {
     "kernels": 1835,
     "language": 1520,
     "nn": 1015,
-    "ops": 4140,
+    "ops": 4190,
     "parallel": 2665,
-    "porting": 940,
+    "porting": 920,
     "propagation": 2000,
     "searcher": 430,
-    "testing": 740,
+    "testing": 720,
 }
 SLACK = 50  # lines that a room may be below its budget
 

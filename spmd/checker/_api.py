@@ -22,10 +22,19 @@ from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
 from spmd.checker._state import State, hidden, plain
-from spmd.checker._verdict import Verdict, about_gradients, but_for_noise, confirmed, judge, unknown_lines
+from spmd.checker._verdict import (
+    Verdict,
+    about_gradients,
+    believed_lines,
+    but_for_noise,
+    confirmed,
+    judge,
+    unknown_lines,
+)
 from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes
+from spmd.modes import interpreted
 
 _MEANT = "its numbers depend on the sizes of axes, as a raw shard_map may mean: reference= tells what it means"
 
@@ -51,7 +60,7 @@ def checked(
         program = plain or (made[0] if isinstance(made, tuple) else made)
         return jax.tree.map(lambda x: x if is_array(x) else None, program(*args, **kwargs))
 
-    with collecting(True):
+    with collecting(True), interpreted(True):
         try:
             jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays)
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
@@ -85,7 +94,7 @@ def checked(
     if raw and trial.wrong and not findings:
         trial = Trial(walk.sizes, why=_MEANT)
     cleared = dict.fromkeys(one.line for one in walk.findings if one not in findings)
-    verdict = judge(findings, trial, unknown, list(cleared))
+    verdict = judge(findings, trial, unknown, list(cleared), believed_lines(jaxpr))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
     return Findings(findings, partial(listing, jaxpr, name), verdict)

@@ -37,7 +37,7 @@ from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import COUNTS, FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
 from spmd.mesh import no_mesh, resized, with_sizes
-from spmd.modes import Mode, mode
+from spmd.modes import Mode, interpreted, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
@@ -433,7 +433,14 @@ def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., A
     around = [jax.sharding.use_abstract_mesh(_like(mesh, sizes)), no_mesh()]
     while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
         try:
-            with collecting(True), resized(tuple(sizes.items())), mode(how), no_mesh(), around.pop(0):
+            with (
+                collecting(True),
+                interpreted(True),
+                resized(tuple(sizes.items())),
+                mode(how),
+                no_mesh(),
+                around.pop(0),
+            ):
                 jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
             return Traced(jaxpr, jax.tree.structure(shapes))
         except Exception as error:  # of the program, which may raise anything

@@ -347,7 +347,7 @@ def _each(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]
 def _retypes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Our own casts. A relayout knows what is equal. Opaque code says nothing about its arguments and results."""
     axes, to = frozenset(walk.tracked(eqn.params["axes"])), eqn.params["to"]
-    if to in ("hidden", "shown"):
+    if to in ("hidden", "reference", "shown"):
         return walk.unknown(eqn, operands)
     if to != "invarying":
         return list(operands)

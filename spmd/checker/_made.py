@@ -81,6 +81,7 @@ class Place:
         return layout.from_dims(tuple(dims), unreduced=sorted(self.made.axes) if self.made else ())
 
 
+_UNSEEN = ("hidden", "reference")  # what opaque code is given, and what its reference computes
 _REDUCTIONS = {"sum": "sum", "max": "max", "min": "min", "prod": "prod", "and": "all", "or": "any"}
 _PENDING = frozenset(("max", "min", "product", "all", "any"))
 
@@ -236,7 +237,7 @@ class _At:
         name = eqn.primitive.name
         if name == "spmd_layout" and not _as_said(eqn.params["layout"], at.of(eqn.invars[0]).state()):
             return None
-        same = name in _SAME or name == "spmd_layout" or (name == "spmd_retype" and eqn.params["to"] != "hidden")
+        same = name in _SAME or name == "spmd_layout" or (name == "spmd_retype" and eqn.params["to"] not in _UNSEEN)
         return at.of(eqn.invars[0]).argument() if same else None
 
     def counts(self) -> bool:
@@ -294,7 +295,7 @@ def _converted(eqn: Equation, ins: Sequence[_At]) -> Made | None:
 
 
 def _retyped(eqn: Equation, ins: Sequence[_At]) -> Made | None:
-    return None if eqn.params["to"] == "hidden" else ins[0].reduction()
+    return None if eqn.params["to"] in _UNSEEN else ins[0].reduction()
 
 
 def _marked(eqn: Equation, ins: Sequence[_At]) -> Made | None:

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from spmd import _compat
+from spmd._jaxprs.facts import CallName, one_line
 from spmd._jaxprs.lines import called_at, line_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, opened, shape_of, walk
 from spmd.checker._arbiter import Trial
@@ -65,7 +67,13 @@ class Verdict:
         return {"kind": self.kind, "reasons": list(self.reasons)}
 
 
-def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str], cleared: Sequence[str] = ()) -> Verdict:
+def judge(
+    findings: Sequence[Finding],
+    trial: Trial,
+    unknown: Sequence[str],
+    cleared: Sequence[str] = (),
+    believed: Sequence[str] = (),
+) -> Verdict:
     """The verdict on a program.
 
     Args:
@@ -73,6 +81,7 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str], cle
       trial: What the numbers say.
       unknown: The lines where types lose a value.
       cleared: The lines where types suspect what numbers do not show. Other numbers may take another branch.
+      believed: The lines of opaque code, for which its reference stands in.
     """
     if any(one.certain for one in findings):
         return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
@@ -80,9 +89,12 @@ def judge(findings: Sequence[Finding], trial: Trial, unknown: Sequence[str], cle
         return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
-    lost = [f"Types lose a value at {_first(unknown)}"] if unknown else []
+    lost = (
+        [f"Types lose a value at {_first(other)}"] if (other := [one for one in unknown if one not in believed]) else []
+    )
+    lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
     doubt = [f"Types suspect {_first(cleared)}, and numbers do not show it"] if cleared else []
-    sure = not (unknown or cleared or trial.quiet or trial.shifts)
+    sure = not (unknown or cleared or believed or trial.quiet or trial.shifts)
     read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
     return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *doubt, *rest])
@@ -234,8 +246,20 @@ def unknown_lines(walk: Engine, jaxpr: Any) -> list[str]:
         if any(map(_is_lost, outs)) and not any(
             _is_lost(walk.known.get(v)) for v in eqn.invars if not hasattr(v, "val")
         ):
-            lines[line_of(eqn) or eqn.primitive.name] = None
+            lines[_place(eqn)] = None
     return list(lines)
+
+
+def believed_lines(jaxpr: Any) -> list[str]:
+    """The lines of opaque code, for which its reference stands in."""
+    made = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "spmd_retype")
+    return list(dict.fromkeys(_place(eqn) for eqn in made if eqn.params["to"] == "reference"))
+
+
+def _place(eqn: Equation) -> str:
+    """The line of an equation. Where the user has none, the call that it is a part of."""
+    calls = (name for _, name in _compat.name_stack(eqn) if isinstance(name, CallName))
+    return line_of(eqn) or next((one_line(name) for name in calls), eqn.primitive.name)
 
 
 def _is_lost(state: Any) -> bool:

@@ -199,7 +199,8 @@ def retype(x: Any, axes: Axes, to: str) -> Any:
       axes: The axes along which its type changes.
       to: What it becomes. "invarying": it varies and is equal. "reduced": it varies and is equal; and "terms", the
         transpose, from unreduced, where each device keeps its own term. "hidden": it varies, and JAX is not told; and
-        "shown", the transpose. Both ways each device's cotangent is that of its own shard.
+        "shown", the transpose. Both ways each device's cotangent is that of its own shard. "reference": as "hidden", of
+        what a reference computes in place of opaque code.
     """
     return _retype_p.bind(x, axes=axes, to=to) if axes else x
 
@@ -209,9 +210,10 @@ _TYPES: dict[str, Callable[[Any, Axes], Any]] = {
     "reduced": _compat.as_reduced,
     "terms": _compat.as_terms,
     "hidden": _compat.without_varying,
+    "reference": _compat.without_varying,
     "shown": lambda x, axes: _compat.with_varying(x, axes, x.shape),
 }
-_TRANSPOSES = {"reduced": "terms", "terms": "reduced", "hidden": "shown", "shown": "hidden"}
+_TRANSPOSES = {"reduced": "terms", "terms": "reduced", "hidden": "shown", "shown": "hidden", "reference": "shown"}
 
 
 def _retype_transpose(cotangent: Any, *, axes: Axes, to: str) -> Any:

@@ -132,12 +132,8 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
             advice = 'the layouts before and after, as in "b/dp d/tp -> b/dp d"'
         return LayoutError(rule, **shown, got=got, advice=advice)
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
-    kind = "manual_axis_type=jax.typeof(x).manual_axis_type"
-    fix = f"out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype, {kind})"
-    frames = (here.f_code for here, _ in traceback.walk_tb(error.__traceback__))
-    wrapped = any(code.co_name == "_untyped" and not is_outside(code.co_filename) for code in frames)
-    advice = None if wrapped else 'spmd.opaque(fn, "in -> out") around a function that calls it, with this out_shape'
-    return ModeError(rule, **shown, got=got, fix=fix, advice=advice)
+    advice = 'spmd.opaque(fn, "in -> out") around a function that calls it, which says it for the call'
+    return ModeError(rule, **shown, got=got, advice=advice)
 
 
 def _mixed(fact: Any, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:

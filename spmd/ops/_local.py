@@ -7,7 +7,8 @@ In explicit mode a body is per-shard code already. Where it sees whole arrays, s
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
+from spmd._jaxprs.apart import run_apart, traced_apart
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.walker import axes_of, equations
 from spmd._trees.leaves import kind_of
@@ -26,8 +28,8 @@ from spmd.comm._keywords import check_array, misfit
 from spmd.comm._marks import mark, rearranged
 from spmd.errors import LayoutError, ModeError, SpmdError
 from spmd.language import Dim, Layout
-from spmd.mesh import no_mesh
-from spmd.modes import Frame, current_frame
+from spmd.mesh import no_mesh, resized
+from spmd.modes import Frame, current_frame, interpreted
 
 Args = ParamSpec("Args")
 R = TypeVar("R")
@@ -82,27 +84,30 @@ def opaque(
 ) -> Callable[Args, R]:
     """Give a Pallas, FFI or custom call its layouts: code that neither JAX nor a compiler can look into.
 
-    `fn` sees shards without manual axis types, so that a call which knows nothing of them works with JAX's
-    checker on (a Pallas call says `manual_axis_type=jax.typeof(x).manual_axis_type` in its `out_shape`). Its
-    results are typed varying on the axes of their layouts and of the arguments. It communicates with nobody:
-    for raw collectives there is `local`.
+    `fn` sees shards without manual axis types, and is traced where JAX does not ask for them, backward too. So a call
+    that knows nothing of mesh axes works with JAX's checker on, that of a library with its gradient. Its results are
+    typed varying on the axes of their layouts and of the arguments. It communicates with nobody: for raw collectives
+    there is `local`.
+
+    `spmd.check` cannot look into such code. It takes `reference` on whole arrays for it, and says so.
 
     Communication: none forward; backward one all-reduce for each argument that is whole on an axis that
     another one varies on. In auto mode the arguments are moved into their layouts as well.
 
     Args:
-      fn: A function from one device's shards to shards; differentiable if the call is.
+      fn: A function from one device's shards to shards; differentiable if the call is. It may close over what is equal
+        on all devices. It is traced in a thread of its own.
       pattern: `"layout, ... -> layout, ..."`.
-      reference: The same on whole arrays, in plain JAX; reference mode runs it.
+      reference: The same on whole arrays, in plain JAX; reference mode runs it, and `spmd.check`.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
       A function on arrays as the body sees them.
 
     Raises:
-      ModeError: In reference mode, if there is no `reference`; for a Pallas call whose `out_shape` has no manual type.
+      ModeError: In reference mode, if there is no `reference`.
       CommunicationError: If `fn` names a mesh axis, or closes over a value that varies along one.
-      LayoutError: If an argument or result does not fit its layout.
+      LayoutError: If an argument or result does not fit its layout; by `spmd.check`, if `reference` gives other shapes.
 
     Example:
       >>> import jax, jax.numpy as jnp, numpy as np, spmd
@@ -214,9 +219,19 @@ def _explicit(job: _Job, call: Call, args: Sequence[Any]) -> Any:
     shards = _opened(call, args)
     if job.typed:
         return _finish(call, job.fn(*shards), "annotate")
+    margins = any(any(dim.margin) for layout in (*call.pattern.inputs, *call.pattern.outputs) for dim in layout.dims)
+    stands_in = job.reference is not None and interpreted.value and not margins
     with call.scope():
-        out = _untyped(call, job.fn, shards)
+        out = _stood_in(job, call, shards) if stands_in else _untyped(call, job.fn, shards)
     return _finish(call, out, "annotate")
+
+
+def _varying(call: Call, shards: Sequence[Any]) -> Axes:
+    """The axes along which the results of opaque code are typed varying: those of the layouts and of the arguments."""
+    layouts = call.pattern.outputs
+    said = {a for layout in layouts for a in (*layout.axes, *layout.unreduced, *layout.reduced)}
+    held = {a for x in shards for a in _compat.varying_axes(x)}
+    return call.frame.in_mesh_order((said & set(_compat.manual_axes())) | held)
 
 
 def _untyped(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> Any:
@@ -225,26 +240,74 @@ def _untyped(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> Any:
     Around it types and gradients are those of an elementwise operation: arguments are made varying on every
     axis that any of them varies on (whose transpose is a psum), and so are the results.
     """
-    layouts = call.pattern.outputs
-    said = {a for layout in layouts for a in (*layout.axes, *layout.unreduced, *layout.reduced)}
-    held = {a for x in shards for a in _compat.varying_axes(x)}
-    axes = call.frame.in_mesh_order((said & set(_compat.manual_axes())) | held)
-    bare = [_lax.retype(_compat.pvary(x, axes), axes, "hidden") for x in shards]
-    _check_alone(call, fn, bare)
-    return [_lax.retype(jnp.asarray(y), axes, "shown") for y in _results(call, fn(*bare))]
+    axes = _varying(call, shards)
+    hide = lambda x: _lax.retype(_compat.pvary(x, axes), axes, "hidden")
+    with _without_axes(call):
+        out = run_apart(fn, [*map(hide, shards)], call.frame.enter, functools.partial(_check_alone, call), hide)
+    return [_lax.retype(jnp.asarray(y), axes, "shown") for y in _results(call, out)]
 
 
-def _check_alone(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> None:
+@contextlib.contextmanager
+def _without_axes(call: Call) -> Iterator[None]:
+    """Refuse collectives in code that is traced apart, where no mesh axis has a name."""
+    try:
+        yield
+    except (AssertionError, NameError) as error:
+        fact = jax_errors.told(error)
+        if fact is not None and fact.kind == "axis":
+            _refuse_collectives(call, {fact.axis, *jax_errors.named_axes(error)} & {*call.frame.axis_names})
+        raise
+
+
+def _check_alone(call: Call, traced: Any) -> None:
     """No collective and no varying value from outside: their transposes are wrong where types are hidden."""
-    traced = jax.make_jaxpr(fn)(*shards)
     held = {a for x in traced.consts if isinstance(x, jax.Array) for a in _compat.varying_axes(x)}
     if held:
         rule = f"the function closes over a value that varies along {', '.join(call.frame.in_mesh_order(held))}."
         call.refuse(rule, advice="pass that value as an argument, with its layout")
-    named = {a for eqn in equations(traced) for a in axes_of(eqn) if a in call.frame.axis_names}
-    if named:
-        rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(named))}."
+    _refuse_collectives(call, {a for eqn in equations(traced) for a in axes_of(eqn) if a in call.frame.axis_names})
+
+
+def _refuse_collectives(call: Call, axes: Collection[Any]) -> None:
+    if axes:
+        rule = f"opaque code communicates with nobody, and this names {', '.join(call.frame.in_mesh_order(axes))}."
         call.refuse(rule, advice="spmd.local, which tells the modes what its collectives do")
+
+
+def _stood_in(job: _Job, call: Call, shards: Sequence[Any]) -> Any:
+    """What the reference makes of whole arrays, cut into shards again: a trace for numbers has no opaque code."""
+    frame, axes = call.frame, _varying(call, shards)
+    whole = [_join(call, _gathered(x, frame), layout) for x, layout in zip(shards, _inputs(call, shards), strict=True)]
+    on_whole = job.open(whole, frame.replace(mode="reference"))
+    outs = _results(on_whole, job.reference(*whole) if job.reference else None)
+    found: list[Any] = []
+    for i, (y, layout) in enumerate(zip(outs, call.pattern.outputs, strict=True)):
+        y = _cut(on_whole.operand(y, i, layout=layout, name="the result"), frame)
+        for axis in frame.in_mesh_order(layout.axes):
+            y = jax.lax.dynamic_index_in_dim(y, jax.lax.axis_index(axis), keepdims=False)
+        y = _enter(y, layout, frame)
+        equal = frame.in_mesh_order(_compat.varying_axes(y) - {*axes})
+        found.append(_compat.pvary(_lax.retype(y, equal, "invarying"), axes))
+    if not resized.value:  # elsewhere the sizes may be too small for the function
+        hidden = [_lax.retype(_compat.pvary(x, axes), axes, "hidden") for x in shards]
+        with _without_axes(call):
+            traced, _ = traced_apart(job.fn, hidden, frame.enter)
+        _check_alone(call, traced)
+        types = [[f"{x.dtype}{list(x.shape)}" for x in some] for some in (traced.out_avals, found)]
+        if types[0] != types[1]:
+            got = [
+                f"{who}: {', '.join(some)} on each device" for who, some in zip(("fn", "reference"), types, strict=True)
+            ]
+            call.fail("the function and its reference give other shapes or dtypes.", got=got)
+    return [_lax.retype(_lax.retype(y, axes, "reference"), axes, "shown") for y in found]
+
+
+def _gathered(x: Any, frame: Frame) -> Any:
+    """The blocks of all devices, one leading dimension per mesh axis."""
+    x = _compat.pvary(x, frame.axis_names)
+    for axis in reversed(frame.axis_names):
+        x = _lax.all_gather(x[None], (axis,), 0, "varying")
+    return x
 
 
 # --- auto ----------------------------------------------------------------------------------------------------

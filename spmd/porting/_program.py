@@ -346,37 +346,11 @@ def opaques(trace: Trace) -> Iterator[Edit]:
         given = [text_of(trace.namer.of(trace.states.known[v], trace.guess.known[v])) for v in eqn.invars]
         alike = {shape_of(var): text for var, text in zip(reversed(eqn.invars), reversed(given), strict=True)}
         made = [alike.get(shape_of(var), "") for var in eqn.outvars]  # a guess, which the trace decides
-        shape, text = _typed_shape(trace, node.func)
-        if len(names) != len(node.args) or len(names) != len(given) or not all(made) or shape is None:
+        if len(names) != len(node.args) or len(names) != len(given) or not all(made):
             continue
-        (start, end), (first, last) = trace.file.span(node.func), trace.file.span(shape)
+        start, end = trace.file.span(node.func)
         inside = f'({", ".join(names)}), "{", ".join(given)} -> {", ".join(made)}")'
-        yield Edit(start, end, (f"spmd.opaque(lambda {', '.join(names)}: ", (start, first), text, (last, end), inside))
-
-
-def _typed_shape(trace: Trace, call: ast.Call) -> tuple[ast.expr | None, str]:
-    """The shape of a call's result, and the text of one that has the type of the argument which it is like."""
-    shape = next((word.value for word in call.keywords if word.arg == "out_shape"), None)
-    made: Any = shape
-    if isinstance(shape, ast.Name):
-        function = _functions(trace.file, call)[0]
-        given = [
-            n.value for n in ast.walk(function) if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == shape.id
-        ]
-        made = given[0] if len(given) == 1 else None
-    structs: list[Any] = [
-        one for one in (made.elts if isinstance(made, ast.Tuple | ast.List) else [made]) if one is not None
-    ]
-    for one in structs:
-        like = one.args[0] if isinstance(one, ast.Call) and called(one) == "ShapeDtypeStruct" and one.args else None
-        if not isinstance(like, ast.Attribute) or not isinstance(like.value, ast.Name):
-            return None, ""
-        typed: Any = ast.parse(f"f(manual_axis_type=jax.typeof({like.value.id}).manual_axis_type)", mode="eval").body
-        one.keywords += typed.keywords
-    text = ast.unparse(made) if structs else ""
-    for one in structs:
-        one.keywords.pop()
-    return (shape if structs else None), text
+        yield Edit(start, end, (f"spmd.opaque(lambda {', '.join(names)}: ", (start, end), inside))
 
 
 # --- file --------------------------------------------------------------------------------------------------------

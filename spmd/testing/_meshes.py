@@ -32,7 +32,7 @@ from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, Spm
 from spmd.kernels._kernel import Kernel
 from spmd.kernels._plan import names_in
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for, no_mesh, resized, with_sizes
-from spmd.modes import mode
+from spmd.modes import interpreted, mode
 from spmd.testing._assertions import Mismatch
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
@@ -219,7 +219,8 @@ class _Program:
                     return self._run(mesh)
             quiet = isinstance(self.kernel, Kernel) and self.kernel.signature.check != "error"
             abstract = with_sizes(mesh, {})
-            with no_mesh(), use_abstract_mesh(abstract), resized(sizes), mode("explicit"), collecting(quiet):
+            traced = interpreted(True), resized(sizes), mode("explicit"), collecting(quiet)
+            with no_mesh(), use_abstract_mesh(abstract), traced[0], traced[1], traced[2], traced[3]:
                 return self._simulated(abstract)
         except NotSimulated:
             raise

@@ -26,27 +26,8 @@ def typed(x):
 
 
 bad(
-    pallas_call_without_a_type=lambda mesh: body(SAME, lambda x: spmd.opaque(pallas_call, SAME)(x), mesh),
+    pallas_call_without_a_type=lambda mesh: body(SAME, pallas_call, mesh),
 )
-
-
-@fixed
-def pallas_call_without_a_type_fixed(mesh, fix):
-    mended = lambda x: pallas_call(x, **fix(x=x))
-    kernel = spmd.kernel(SAME, mesh=mesh)(lambda x: spmd.opaque(mended, SAME, reference=lambda x: 2 * x)(x))
-    for run in (kernel, kernel.auto, kernel.reference):
-        np.testing.assert_array_equal(run(X), 2 * X)
-
-
-bad(
-    pallas_call_without_a_type_or_a_wrapper=lambda mesh: body(SAME, pallas_call, mesh),
-)
-
-
-@fixed
-def pallas_call_without_a_type_or_a_wrapper_fixed(mesh, fix):
-    wrapped = spmd.opaque(lambda x: pallas_call(x, **fix(x=x)), SAME)
-    np.testing.assert_array_equal(body(SAME, wrapped, mesh), 2 * X)
 
 
 bad(

@@ -346,9 +346,7 @@ def test_pallas(mesh):
         def code(x_ref, o_ref):
             o_ref[...] = x_ref[...] * 2 + 1
 
-        kind = jax.typeof(x)
-        shape = jax.ShapeDtypeStruct(kind.shape, kind.dtype, manual_axis_type=kind.manual_axis_type)
-        return pl.pallas_call(code, out_shape=shape, interpret=True)(x)
+        return pl.pallas_call(code, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
 
     body = wrap(mesh, double, make=opaque, reference=lambda x: x * 2 + 1)
     for mode in MODES:
