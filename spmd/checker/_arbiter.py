@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
 from spmd.checker._located import located
-from spmd.checker._numbers import Difference, compared, pulled
+from spmd.checker._numbers import Difference, compared, labelled, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import COUNTS, FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
@@ -42,6 +43,7 @@ from spmd.modes import Mode, interpreted, mode
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
 TOO_LARGE = "there are too many numbers: smaller structs can be compared"
+FOR_THESE = "it agrees for arguments like these, which may be sorted, or a mask, and not for others"
 _MOST = 200_000_000  # numbers that one run computes
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
@@ -50,6 +52,9 @@ _NOISE = (0.31, 0.64, 0.87, 0.12, 0.5)  # what stands in for random numbers in e
 # How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
 # numbers that are alike on all devices.
 _SCALES = ((1.0, 1.0), (0.1, 3.0), (3.0, 0.1), (0.3, 0.3))
+_POSITIVE = 2  # the draw without negative numbers, of which there are logarithms and roots
+# To which power given numbers are raised in each draw: what is sorted stays so, and zeros and ones stay what they are.
+_POWERS = (0.8, 1.25, 0.6, 1.5)
 
 
 @dataclass(frozen=True)
@@ -149,7 +154,8 @@ def tried(
         try:
             trial = program.tried(grad, draws=draws)
             if trial.wrong or draws is None:
-                return replace(trial, quieted=functools.partial(program.quieted, grad), underived=found.why)
+                quieted = functools.partial(program.quieted, grad)
+                return replace(trial, quieted=quieted, underived=found.why or trial.underived)
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
@@ -201,16 +207,15 @@ class _Program:
         self.shifts: list[str] = []
         self.rounded: list[float] = []
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
-        given = not any(isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct) for x in arrays)
+        given = all(map(_has_numbers, arrays))
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
+        alike = not given or bool(reference) or all(is_key(x) or _is_constant(x) for x in arrays)
         self.given = [list(arrays)] if given and real else None  # which may be equal where random ones are not
-        self.whole_numbers = given and not real
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
-            self.draws: list[list[Any]] = [
-                [_filled(arrays, seed, one, self.whole_numbers and seed > 0) for one in (*bold, False)]
-                for seed in range(len(_SCALES))
-            ]
+            seeds = range(len(_SCALES) if real or not given else 1)
+            self.draws = [[_filled(arrays, seed, one) for one in (*bold, False)] for seed in seeds]
+            self.others = [] if alike else [[_filled(arrays, seed, False, reordered=True)] for seed in (0, 1)]
         self.structs = _structs_of(self.draws[0][-1])
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
@@ -231,8 +236,9 @@ class _Program:
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
         read: tuple[Reading, ...] = ()
-        turns = [*self.draws, self.given] if self.given else self.draws
-        for turn, number in zip(turns[:draws], _NOISE, strict=False):
+        told: set[Any] = set()  # what has numbers in some draw: where all are NaN, nothing is compared
+        turns = [*self.draws, *([self.given] if self.given else ()), *self.others]
+        for turn, number in zip(turns[:draws], itertools.cycle(_NOISE), strict=False):
             for draw in turn:  # with integers that are large, and with small ones where these leave an array
                 run = self._run(draw, self.grad, number if quiet else None)
                 with contextlib.suppress(Outside):
@@ -242,13 +248,12 @@ class _Program:
                 found, faults = run(ours, read, sizes)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
+            told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
             differences = self._differences(form, found, wanted)
             if turn is self.given:  # where numbers are equal or zero, the gradient may be any of several
                 differences = [one for one in differences if one.path[0].key == "result"]
             if not (differences or faults):
                 continue
-            if self.whole_numbers and turn is not self.draws[0]:  # it may be written for integers that are sorted
-                return Trial(sizes, why="it agrees for these integers, and not for the same ones in another order")
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
             line = line_of_body(first_body(ours))
@@ -261,6 +266,8 @@ class _Program:
                 return trial
             if self._same_on_whole_arrays(form, found, run):
                 meant = replace(trial, meant=True)
+            elif any(turn is one for one in self.others):
+                return Trial(sizes, why=FOR_THESE)
             elif read or not other or not (read := self._read(ours, base, other, form, run)):
                 if self.shifts:
                     raise NoSuchDevice(FOR_ONE_NUMBER)
@@ -272,8 +279,14 @@ class _Program:
         if meant or read:  # a number that is read so may be another one, and the program wrong
             said = " and ".join(map(str, read))
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
-        shifts = tuple(dict.fromkeys(self.shifts))
-        return Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet, shifts=shifts)
+        shifts, nan = tuple(dict.fromkeys(self.shifts)), [path for path in form.paths() if path not in told]
+        if lacking := [labelled(path) for path in nan if path[0].key == "result"]:
+            return Trial(
+                sizes, why=f"all numbers of {lacking[0]} are NaN for the arguments that were drawn: give others"
+            )
+        said = f"all of {labelled(nan[0])} are NaN" if nan else ""
+        known = {"quiet": quiet, "shifts": shifts, "underived": said}
+        return Trial(sizes, gradients=gradients and not nan, why=unknown, fails=bool(unknown), **known)
 
     def _always_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Run) -> bool:
         """Return whether an index leaves its array on one device, whatever numbers are read as."""
@@ -511,29 +524,58 @@ def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
             raise NotSimulated("a jax.shard_map has a mesh of its own: reference= or build= tells what it means")
 
 
-def _filled(arrays: Sequence[Any], seed: int, bold: bool, reordered: bool) -> list[Any]:
-    """Arguments for a trial. Numbers that are given keep their sign and their zeros; others are drawn."""
-    first, last = _SCALES[seed]
+def _filled(arrays: Sequence[Any], seed: int, bold: bool, reordered: bool = False) -> list[Any]:
+    """Arguments for a trial. Those without values are drawn. Given numbers keep their signs, their order, and zeros and
+    ones, because they may be sorted, or a mask; not where they are `reordered`. An array that has one number everywhere
+    gets others of its sign.
+    """
     draws = np.random.default_rng((seed, 7))
 
     def one(x: Any) -> Any:
-        unheld = getattr(_typed_spec(x), "unreduced", ())  # each device has a term, and nobody the numbers
-        if isinstance(x, jax.core.Tracer) or unheld:
-            return jax.ShapeDtypeStruct(x.shape, held_dtype(x))
-        if isinstance(x, jax.ShapeDtypeStruct) or is_key(x):
+        if not _has_numbers(x):
+            return jax.ShapeDtypeStruct(np.shape(x), held_dtype(x))
+        if is_key(x):
             return x
         given = np.asarray(x)
+        if reordered:
+            given = draws.permutation(given.reshape(-1)).reshape(given.shape)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return draws.permutation(given.reshape(-1)).reshape(given.shape) if reordered else x
+            return given
+        if not reordered and not _is_constant(given):
+            return (given * np.where(given == 0, 1, np.abs(given)) ** (_POWERS[seed] - 1)).astype(given.dtype)
         factor = draws.uniform(0.5, 1.5, given.shape) if given.any() else draws.normal(size=given.shape)
-        return ((given if given.any() else 1) * factor).astype(given.dtype)
+        return _scaled(((given if given.any() else 1) * factor).astype(given.dtype), seed)
 
-    def scaled(x: Any) -> Any:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x
-        return (np.asarray(x) * np.geomspace(first, last, np.size(x)).reshape(np.shape(x))).astype(x.dtype)
+    structs = [one(x) for x in arrays]
+    drawn_ones = drawn(structs, seed, bold=bold and seed > 0)
+    pairs = zip(structs, drawn_ones, strict=True)
+    return [_positive(_scaled(x, seed), seed) if isinstance(s, jax.ShapeDtypeStruct) else x for s, x in pairs]
 
-    return [scaled(x) for x in drawn([one(x) for x in arrays], seed, bold=bold and seed > 0)]
+
+def _has_numbers(x: Any) -> bool:
+    """Return whether this process knows what is in an array. Of a partial sum each device has a term, and nobody it."""
+    if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
+        return False
+    return getattr(x, "is_fully_addressable", True) and not getattr(_typed_spec(x), "unreduced", ())
+
+
+def _is_nan(x: Array) -> bool:
+    return bool(x.size) and x.dtype.kind in "fc" and bool(np.isnan(x).all())
+
+
+def _is_constant(x: Any) -> bool:
+    given = np.asarray(x)
+    return not given.size or bool((given == given.flat[0]).all())
+
+
+def _scaled(x: Any, seed: int) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return x
+    return (np.asarray(x) * np.geomspace(*_SCALES[seed], np.size(x)).reshape(np.shape(x))).astype(x.dtype)
+
+
+def _positive(x: Any, seed: int) -> Any:
+    return np.abs(x).astype(x.dtype) if seed == _POSITIVE and jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 def first_body(jaxpr: Any) -> Any:

@@ -323,7 +323,7 @@ class Simulator(Domain):
     def _leaving(self, eqn: Equation, x: Array, index: int, spec: Any, rank: int, own: Collection[str]) -> Array:
         summed = tuple(getattr(spec, "unreduced", ()) or ())
         for axis in summed:
-            x = self.full(x, [axis]).sum(self.place(axis), keepdims=True)
+            x = _reduced(np.sum, self.full(x, [axis]), self.place(axis))
         for dim, axes in enumerate(_compat.partitions(spec, rank)):
             x = self.joined(x, axes_tuple(axes or ()), dim) if axes else x
         differ, held = [], x
@@ -451,9 +451,14 @@ def _reduces(fn: Callable[..., Array]) -> Rule:
         if groups := eqn.params.get("axis_index_groups"):
             return [_within(machine, x, names, groups, fn) for x in operands]
         at = tuple(map(machine.place, names))
-        return [fn(machine.full(x, names), axis=at, keepdims=True) for x in operands]
+        return [_reduced(fn, machine.full(x, names), at) for x in operands]
 
     return run
+
+
+def _reduced(fn: Callable[..., Array], x: Array, at: Any) -> Array:
+    """A reduction that stays in its dtype. NumPy adds up small integers in large ones."""
+    return fn(x, axis=at, keepdims=True).astype(x.dtype, copy=False)
 
 
 def _within(machine: Simulator, x: Array, names: Sequence[str], groups: Any, fn: Callable[..., Array]) -> Array:
@@ -465,7 +470,7 @@ def _within(machine: Simulator, x: Array, names: Sequence[str], groups: Any, fn:
         raise NoSuchDevice("groups of an axis are written for one number of devices")
     for group in groups:
         chosen = (slice(None),) * at + (list(group),)
-        out[chosen] = fn(x[chosen], axis=at, keepdims=True)
+        out[chosen] = _reduced(fn, x[chosen], at)
     return out
 
 
@@ -490,7 +495,8 @@ def _scatters(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> l
     if math.prod(machine.sizes[a] for a in names) == 1 and eqn.params["tiled"]:
         return list(operands)
     dim = eqn.params["scatter_dimension"]
-    sums = [machine.full(x, names).sum(tuple(map(machine.place, names)), keepdims=True) for x in operands]
+    at = tuple(map(machine.place, names))
+    sums = [_reduced(np.sum, machine.full(x, names), at) for x in operands]
     outs = [machine.cut(x, names, dim) for x in sums]
     return outs if eqn.params["tiled"] else [x.squeeze(machine.lead + dim) for x in outs]
 

@@ -22,7 +22,7 @@ from spmd._jaxprs.facts import KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, check_jaxpr, tried
-from spmd.checker._arbiter import is_traced
+from spmd.checker._arbiter import FOR_THESE, collecting, is_traced
 from spmd.checker._arguments import Names, smaller
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
@@ -103,6 +103,9 @@ class Plan:
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
         self._seen: set[Any] = set()
+        self._given: Sequence[Any] | None = (
+            None  # the arguments of the call that is running, which its trace does not see
+        )
         self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
         self._frames: dict[Any, Frame] = {}
 
@@ -149,10 +152,14 @@ class Plan:
         if self.mode == "explicit" and traced:
             return self._within(leaves)
         run = self._traced if traced else self.jitted
-        if self._sets_mesh and outside_trace():
-            with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
-                return run(*leaves)
-        return run(*leaves)
+        self._given = None if traced else leaves
+        try:
+            if self._sets_mesh and outside_trace():
+                with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
+                    return run(*leaves)
+            return run(*leaves)
+        finally:
+            self._given = None
 
     def _lie(self) -> Any:
         """The shardings of the results, for `jit`. They are given only where JAX would lose them: where a dimension is
@@ -169,7 +176,7 @@ class Plan:
         first, which JAX would differentiate and lower once more."""
         types = tuple(map(jax.typeof, leaves))
         with self.frame(types).enter():  # what JAX derives from the body, its caches then know
-            if types not in self._seen:
+            if types not in self._seen and not collecting.value:
                 self._check(self._traced.trace(*leaves).jaxpr, leaves)
                 self._seen.add(types)
             return self._traced(*leaves)
@@ -182,7 +189,7 @@ class Plan:
             how=self.signature.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
-            ask=lambda alone: trial_of(self, leaves, alone),
+            ask=lambda alone: trial_of(self, leaves if self._given is None else self._given, alone),
         )
 
     # --- before any trace ---------------------------------------------------------------------------------
@@ -463,7 +470,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
     for arrays in _candidates(plan, leaves, mesh, run):
         found = tried(run, arrays, mesh, dict(mesh.shape), alone=alone, written=dict(plan.mesh.shape))
-        if not found.why:
+        if found.why in ("", FOR_THESE):
             break
     return found
 

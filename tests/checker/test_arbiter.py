@@ -207,7 +207,7 @@ def test_bits_meet_others_where_nothing_is_computed() -> None:
     assert trial("d/dp -> d/dp", lambda x: body(x) * lax.axis_size("dp"), X[0]).wrong
 
 
-@pytest.mark.parametrize(("reduce", "why"), [("pmin", ""), ("pmax", "not for the same ones in another order")])
+@pytest.mark.parametrize(("reduce", "why"), [("pmin", ""), ("pmax", "and not for others")])
 def test_integers_that_are_given_come_in_another_order_too(reduce: str, why: str) -> None:
     """The first place of the largest number: where each device has one place alone, the last one is as right."""
 

@@ -1,0 +1,106 @@
+"""What numbers say of arguments that have a property: sorted ones, masks, matrices; and where they are not numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.errors import ReplicationError
+
+MESH = spmd.make_mesh(dp=4)
+SORTED = np.sort(np.random.default_rng(0).normal(size=32)).astype(np.float32)
+POINTS = np.linspace(-1, 1, 5).astype(np.float32)
+
+
+def kernel(pattern: str) -> Any:
+    return spmd.kernel(pattern, mesh=MESH)
+
+
+@kernel("n/dp, q -> q")
+def rank(x: Any, points: Any) -> Any:
+    return lax.psum(jnp.searchsorted(x, points), "dp")
+
+
+def test_what_is_right_for_sorted_numbers_is_no_error() -> None:
+    """How many are smaller is a sum over devices, if the numbers are sorted."""
+    with pytest.warns(UserWarning, match="agrees for arguments like these, which may be sorted"):
+        found = rank(SORTED, POINTS)
+    np.testing.assert_array_equal(found, np.searchsorted(SORTED, POINTS))
+    verdict = spmd.check(rank, SORTED, POINTS).verdict
+    assert verdict.kind == "not tested" and "and not for others" in str(verdict)
+    assert spmd.check(rank, SORTED, POINTS, reference=jnp.searchsorted).verdict.kind == "tested"
+    with pytest.raises(ReplicationError):  # of a struct nobody says that it is sorted
+        kernel("n/dp, q -> q")(rank.__wrapped__).trace(jax.ShapeDtypeStruct(SORTED.shape, "float32"), POINTS)
+
+
+def test_a_mask_stays_a_mask() -> None:
+    @kernel("n/dp, n/dp -> scalar")
+    def chosen(x: Any, mask: Any) -> Any:
+        return lax.psum(jnp.where(mask == 1, x, 0).sum(), "dp")
+
+    mask = (np.arange(32) % 3 > 0).astype(np.float32)
+    reference = lambda x, mask: jnp.where(mask > 0.5, x, 0).sum()
+    assert spmd.check(chosen, SORTED, mask, reference=reference).verdict.kind in ("proved", "tested")
+
+
+def test_a_mistake_shows_in_numbers_that_begin_alike() -> None:
+    @kernel("n/dp -> n/dp")
+    def centred(x: Any) -> Any:
+        return x - lax.psum(x.mean(), "dp")
+
+    for x in (np.ones(8, np.float32), np.arange(8, dtype=np.float32), SORTED):
+        assert spmd.check(centred, x).verdict.kind == "wrong"
+
+
+@kernel("n/dp -> n/dp")
+def first_block(x: Any) -> Any:
+    whole = jnp.sqrt(lax.all_gather(x, "dp", tiled=True) - 100)
+    return whole[: x.shape[0]]
+
+
+def test_what_is_nan_is_not_compared() -> None:
+    """No number that is drawn is above 100. Then each result is NaN, with one device and with four."""
+    verdict = spmd.check(first_block, jax.ShapeDtypeStruct((8,), "float32")).verdict
+    assert "all numbers of result are NaN for the arguments that were drawn" in str(verdict)
+    assert verdict.kind in ("wrong", "not tested")
+    given = 200 + np.arange(8, dtype=np.float32) ** 2
+    assert "differ" in str(spmd.check(first_block, given).verdict)
+    with pytest.raises(ReplicationError):
+        first_block(given)
+
+
+def test_logarithms_have_a_draw() -> None:
+    @kernel("n/dp -> scalar")
+    def entropy(x: Any) -> Any:
+        return lax.psum(jnp.log(x).mean(), "dp")
+
+    assert spmd.check(entropy, jax.ShapeDtypeStruct((8,), "float32")).verdict.kind == "wrong"
+
+
+@pytest.mark.parametrize("call", [lambda k, x: jax.jit(k).lower(x), lambda k, x: jax.make_jaxpr(k)(x)])
+def test_the_first_call_after_a_check_looks_too(call: Any) -> None:
+    @kernel("n/dp -> n/dp")
+    def ordered(x: Any) -> Any:
+        return jnp.sort(x)
+
+    assert spmd.check(ordered, jax.ShapeDtypeStruct((8,), "float32"))
+    with pytest.raises(ReplicationError):
+        call(ordered, np.arange(8.0, dtype=np.float32))
+
+
+def test_sums_of_integers_keep_their_dtype() -> None:
+    @kernel("n/dp -> n")
+    def inverse(order: Any) -> Any:
+        start = lax.axis_index("dp") * order.size
+        own = jnp.zeros(spmd.size("n"), order.dtype).at[order].set(start + jnp.arange(order.size, dtype=order.dtype))
+        return lax.psum(own, "dp")
+
+    order = np.random.default_rng(1).permutation(16).astype(np.int32)
+    plain = lambda order: jnp.argsort(order).astype(jnp.int32)
+    assert spmd.check(inverse, order, reference=plain).verdict.kind == "tested"
