@@ -28,11 +28,11 @@ from spmd import _compat
 from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import line_of_body, line_of_error
-from spmd._jaxprs.walker import Equation, Variable, equations
+from spmd._jaxprs.walker import Variable, equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
-from spmd.checker._located import located
+from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, read_as, readings
@@ -77,7 +77,7 @@ class Trial:
       shifts: The lines of permutations by numbers that were taken as shifts.
       results: Whether each result differs, in order.
       underived: Why gradients were not compared, where the program has none.
-      first: The equations at which values begin to differ, with those around them; asked where something differs.
+      first: Where values begin to differ; asked where something does.
     """
 
     sizes: Mapping[str, int]
@@ -94,7 +94,7 @@ class Trial:
     shifts: tuple[str, ...] = ()
     results: tuple[bool, ...] = ()
     underived: str = ""
-    first: Callable[[], list[tuple[Any, tuple[Any, ...]]]] = field(default=list, compare=False)
+    first: Callable[[], Located] = field(default=Located, compare=False)
 
     @property
     def wrong(self) -> bool:
@@ -261,7 +261,9 @@ class _Program:
             wrong = {one.path for one in differences}
             results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
             along = functools.partial(self._along, form, wanted, run)
-            trial = replace(trial, along=along, results=results, first=functools.partial(_first, run, ours, base))
+            trial = replace(
+                trial, along=along, results=results, first=functools.cache(functools.partial(_first, run, ours, base))
+            )
             if faults or self.reference:
                 return trial
             if self._same_on_whole_arrays(form, found, run):
@@ -422,7 +424,7 @@ class _Program:
         return compared(found, wanted, allowed)
 
 
-def _first(run: _Run, ours: Any, base: Any) -> list[tuple[Equation, tuple[Equation, ...]]]:
+def _first(run: _Run, ours: Any, base: Any) -> Located:
     """Return where the program on its mesh begins to differ."""
     here: dict[Variable, Array] = {}
     there: dict[Variable, Array] = {}

@@ -286,6 +286,7 @@ def walk_closed(dataflow: Dataflow, jaxpr: Any, operands: Sequence[State] | None
     outs = walker.walk(jaxpr, list(map(dataflow.kept, operands)), dataflow)
     others = [one for one in dataflow.findings if one.kind != "gradient"]
     if others:  # they say more than a sum, or a type, that comes of them
+        dataflow.weaker = [one for one in dataflow.findings if one.kind == "gradient"]
         dataflow.findings[:] = others
     for entry, _ in dataflow.outputs if not dataflow.findings else ():
         _check_types(dataflow, entry)

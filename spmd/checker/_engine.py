@@ -77,6 +77,7 @@ class Engine(Domain):
       trusting: Whether a layout is believed once it was checked; not where the question is what a value is.
       outputs: The output states of each body, with its shard_map equation.
       about: The equation that each finding is about.
+      weaker: Findings that others explain, if those are right.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -103,6 +104,7 @@ class Engine(Domain):
         self._history: History | None = None
         self._blamed: dict[Any, Finding] = {}
         self.about: dict[Finding, Equation] = {}
+        self.weaker: list[Finding] = []
 
     # --- what messages ask -----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
@@ -27,11 +27,29 @@ Known = Mapping[Variable, Array]
 _COMPLETE = (np.sum, np.mean, np.max, np.min)
 _CLOSE = 1e-6
 _NOBODY: frozenset[int] = frozenset()
+_NOTHING: frozenset[str] = frozenset()
+_LOST, _PERHAPS, _WHOLE = range(3)  # no layout fits; a reduction completes it, or nobody knows; it is as on one device
+
+Where = tuple[Equation, tuple[Equation, ...]]
 
 
-def located(ours: Any, base: Any, here: Known, there: Known) -> list[tuple[Equation, tuple[Equation, ...]]]:
-    """Return the equations that make a value which fits no layout of values that fit one, with those around them. Only
-    those count from which a result is reached through such values alone.
+class Located(NamedTuple):
+    """Where a program begins to differ.
+
+    Attributes:
+      found: The equations that make a value which fits no layout of values that fit one, with those around them.
+      lines: Their lines, and those of all that they read before it is complete: of a maximum over a block, say.
+      behind: The lines of all that reads a value which fits no layout. Nobody knows whether that is right.
+    """
+
+    found: Sequence[Where] = ()
+    lines: frozenset[str] = frozenset()
+    behind: frozenset[str] = frozenset()
+
+
+def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
+    """Return where values begin to differ. Only those equations count from which a result is reached through values
+    that fit no layout.
 
     Args:
       ours: The program on its mesh.
@@ -41,14 +59,18 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> list[tuple[Equat
     """
     one, other = ([eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"] for jaxpr in (ours, base))
     if len(one) != len(other):
-        return []
-    found: list[tuple[bool, Any]] = []
+        return Located()
+    found: list[tuple[bool, Where]] = []
+    lines: set[str] = set()
+    behind: set[str] = set()
     for body, twin in zip(one, other, strict=True):
         if max(_compat.made_manual(twin).values(), default=1) == 1:
             walk = _Body(_compat.made_manual(body), here, there)
             guilty = walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,), [_NOBODY] * len(body.invars))
             found += [(number in walk.absorbed, one) for number, one in enumerate(walk.found) if number in guilty]
-    return [one for _, one in sorted(found, key=lambda pair: pair[0])]
+            lines.update(*(walk.read[number] for number in guilty))
+            behind.update(line for line, origins in walk.behind if origins & guilty)
+    return Located([one for _, one in sorted(found, key=lambda pair: pair[0])], frozenset(lines), frozenset(behind))
 
 
 class _Body:
@@ -56,16 +78,22 @@ class _Body:
 
     Attributes:
       found: The equations that make a value which fits no layout of values that fit one.
+      read: For each of them the lines of what it reads before that is complete.
+      behind: The lines of all that reads a value which fits no layout, and the equations that it comes from.
       absorbed: Those of which a value is made that fits one again, such as the indices of a table that is divided.
         Where there are others, they are innocent.
       lost: For each variable whose numbers fit no layout, which of these equations it comes from.
+      open: For each variable that is not complete, the lines that it comes from.
     """
 
     def __init__(self, sizes: Mapping[str, int], here: Known, there: Known) -> None:
         self.here, self.there, self.machine = here, there, Simulator(0)
         self.machine.sizes = dict(sizes)
         self.lost: dict[Variable, frozenset[int]] = {}
-        self.found: list[tuple[Equation, tuple[Equation, ...]]] = []
+        self.open: dict[Variable, frozenset[str]] = {}
+        self.found: list[Where] = []
+        self.read: list[frozenset[str]] = []
+        self.behind: list[tuple[str, frozenset[int]]] = []
         self.absorbed: set[int] = set()
 
     def visit(
@@ -74,41 +102,61 @@ class _Body:
         """Look at a jaxpr and its twin, whose inputs come from these equations. Return what its results come from."""
         first, second = opened(one)[0], opened(other)[0]
         for var, like, origins in zip(first.invars, second.invars, given, strict=False):
-            self._mark(var, like, origins)
-        for eqn, twin in _corresponding(first.eqns, second.eqns):
-            operands = [self._origins(atom) for atom in eqn.invars]
-            parts = held(eqn) if eqn.params.get("length") == twin.params.get("length") else ()
-            inside = [
-                self.visit(part.jaxpr, like.jaxpr, (*callers, eqn), part.of(operands))
-                for part, like in zip(parts, held(twin), strict=False)
-            ]
-            origins = _NOBODY.union(*operands, *inside)
-            new = frozenset((len(self.found),))
-            lost = [self._mark(var, like, origins or new) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
-            if any(lost) and not origins:
-                self.found.append((eqn, callers))
-            elif not any(lost):
-                self.absorbed |= origins
+            self._mark(var, like, origins, self.open.get(var, _NOTHING))
+        twins = {id(eqn): twin for eqn, twin in _corresponding(first.eqns, second.eqns)}
+        for eqn in first.eqns:
+            read = _NOTHING.union(*(self.open.get(v, _NOTHING) for v in eqn.invars if not isinstance(v, Literal)))
+            if (twin := twins.get(id(eqn))) is None:
+                self.open.update(dict.fromkeys(eqn.outvars, read | {line_of(eqn, callers)}))
+                continue
+            self._compare(eqn, twin, callers, read)
         return _NOBODY.union(*map(self._origins, first.outvars))
+
+    def _compare(self, eqn: Equation, twin: Equation, callers: tuple[Equation, ...], read: frozenset[str]) -> None:
+        """Look at an equation and its twin."""
+        operands = [self._origins(atom) for atom in eqn.invars]
+        origins = _NOBODY.union(*operands)
+        parts = held(eqn) if eqn.params.get("length") == twin.params.get("length") else ()
+        for part, like in zip(parts, held(twin), strict=False):
+            inner = opened(part.jaxpr)[0]
+            for var, atom in zip(inner.invars, part.of(eqn.invars), strict=False):
+                self.open[var] = _NOTHING if isinstance(atom, Literal) else self.open.get(atom, _NOTHING)
+            origins |= self.visit(part.jaxpr, like.jaxpr, (*callers, eqn), part.of(operands))
+            read = read.union(*(self.open.get(v, _NOTHING) for v in inner.outvars if not isinstance(v, Literal)))
+        line = line_of(eqn, callers)
+        read |= {line}
+        self.behind += [(line, _NOBODY.union(*operands))] if any(operands) else []
+        new = origins or frozenset((len(self.found),))
+        lost = [self._mark(var, like, new, read) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
+        if any(lost) and not origins:
+            self.found.append((eqn, callers))
+            self.read.append(read)
+        elif not any(lost):
+            self.absorbed |= origins
 
     def _origins(self, atom: Variable) -> frozenset[int]:
         return _NOBODY if isinstance(atom, Literal) else self.lost.get(atom, _NOBODY)
 
-    def _mark(self, var: Variable, like: Variable, origins: frozenset[int]) -> bool:
-        """Keep where a variable comes from if it fits no layout, and return whether it does not."""
+    def _mark(self, var: Variable, like: Variable, origins: frozenset[int], read: frozenset[str]) -> bool:
+        """Keep where a variable comes from if it is not complete, and return whether it fits no layout."""
         self.lost.pop(var, None)
-        fits = var not in self.here or like not in self.there or self._fits(self.here[var], self.there[like])
-        if not fits:
+        known = var in self.here and like in self.there
+        fit = self._fit(self.here[var], self.there[like]) if known else _PERHAPS
+        self.open[var] = _NOTHING if fit == _WHOLE else read
+        if fit == _LOST:
             self.lost[var] = origins
-        return not fits
+        return fit == _LOST
 
-    def _fits(self, x: Array, y: Array) -> bool:
+    def _fit(self, x: Array, y: Array) -> int:
         """Return whether an array may be what the devices hold of another one. Of other sizes nobody knows."""
         lead = self.machine.lead
         if x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
-            return True
+            return _PERHAPS
         layouts = list(_layouts(x.shape[lead:], y.shape[lead:], self.machine.sizes))
-        return not layouts or any(self._completes(self._joined(x, layout), y) for layout in layouts)
+        joined = [self._joined(x, layout) for layout in layouts]
+        if any(_close(one, y) for one in joined):
+            return _WHOLE
+        return _PERHAPS if not layouts or any(self._completes(one, y) for one in joined) else _LOST
 
     def _joined(self, x: Array, layout: Sequence[Sequence[str]]) -> Array:
         for dim, axes in enumerate(layout):
@@ -116,10 +164,8 @@ class _Body:
         return x
 
     def _completes(self, x: Array, y: Array) -> bool:
-        """Return whether what devices hold is equal to an array, or is after a reduction over some of the axes."""
+        """Return whether what devices hold is equal to an array after a reduction over some of the axes."""
         differing = [i for i in range(self.machine.lead) if x.shape[i] > 1]
-        if _close(x, y):
-            return True
         return any(_close(fn(x, axis=at, keepdims=True), y) for at in subsets(differing) for fn in _COMPLETE)
 
 

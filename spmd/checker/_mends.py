@@ -91,6 +91,8 @@ def _of_argument(made: Made, call: str, keeps: bool = False) -> Fix | None:
     layout = made.layout
     if layout is None or made.op == "scaled" or layout.has_ellipsis or any(dim.composite for dim in layout.dims):
         return None
+    if len(layout.dims) != len(made.shape):  # vmap has added dimensions, which the string does not name
+        return None
     words = text_of(layout.from_dims(layout.without_brackets().dims), layout, call).split()
     right = ["1" if d in made.dims else word for d, word in enumerate(words) if keeps or d not in made.dims]
     name = made.name or f"<what is {'averaged' if made.op == 'mean' else 'summed'}>"

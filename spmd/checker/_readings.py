@@ -134,7 +134,8 @@ def _possible(ours: Any, written: Mapping[str, int]) -> Iterator[Reading]:
     bodies = [eqn for eqn in equations(ours) if eqn.primitive.name == "shard_map"]
     for axes, size in (dim for eqn in bodies for dims in _inputs(eqn) for dim in dims if dim[0]):
         yield Reading(size // count(axes), "block", axes, count(axes))
-        yield Reading(size // count(axes) - 1, "end", axes, count(axes))
+        if size > count(axes):  # else it is zero, as many a number
+            yield Reading(size // count(axes) - 1, "end", axes, count(axes))
     if any(written[axis] != n for eqn in bodies for axis, n in _compat.made_manual(eqn).items()):
         return  # of another mesh, on which the written size times a block is not the whole
     # What JAX keeps for a derivative is not an array of the program.

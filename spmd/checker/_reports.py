@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.lines import gradient_line, line_of
 from spmd._jaxprs.walker import Equation, Variable, opened, shape_of
 from spmd.checker._history import call_around, shown_spec
 from spmd.checker._made import Place, lying
@@ -58,7 +58,8 @@ def summed_by_gradient(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     along, marks = listed(axes), ",".join(axes)
     rule = f"the gradient of a value that is equal on {along} is summed over {along} here, and nobody wrote this sum."
     shape = ",".join(str(n) for n in getattr(eqn.outvars[0].aval, "shape", ()))
-    got = (f"the sum: {eqn.outvars[0].aval.dtype}[{shape}], of what each device along {along} computes",)
+    at = f", at {line}" if (line := gradient_line(eqn)) else ""
+    got = (f"the sum: {eqn.outvars[0].aval.dtype}[{shape}], of what each device along {along} computes{at}",)
     advice = (
         f'spmd.value_and_grad(fn, loss="{{U:{marks}}}") in place of jax.grad, if each device has a term of the loss;\n'
         f'x = spmd.defer(x, "... -> ... {{R:{marks}}}") before it, if each device keeps its own gradient'
@@ -200,6 +201,10 @@ def _mended(walk: Any, eqn: Equation, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
     first = completed_first(walk, eqn, axes)
     call, operands = call_around(eqn, walk.callers), partial_operands(walk, eqn, axes)
+    others = [walk.known[v].different & {*axes} for v in eqn.invars if not hasattr(v, "val") and v in walk.known]
+    if any(others):  # of which it is not known what completes them
+        advice = joined(first, f"the other operand differs along {listed(axes)}, and may be a term of a sum too", "\n")
+        return Fault(rule, walk.kernel, None, None, where(walk, eqn), None, joined(advice, MEANT, "\n"))
     if any(summed_in(walk, atom, call) for atom in operands):
         fix, advice = None, of_the_whole(walk, operands, call, axes)
     else:

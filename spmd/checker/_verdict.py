@@ -146,6 +146,8 @@ def confirmed(
     kept = [one for one in kept if one.kind != "type" or copies or not trial.wrong]
     innocent = [] if walk is None else _innocent(kept, trial, walk)
     kept = [one for one in kept if one not in innocent]
+    if walk is not None and walk.weaker and trial.wrong:
+        kept = _explained(kept, trial, walk)
     if trial.wrong and (whole or innocent) and not any(one.certain for one in kept):
         kept.append(_by_numbers(trial, name, unknown))
     return kept
@@ -157,17 +159,35 @@ def about_gradients(suspicions: Iterable[Finding]) -> bool:
 
 
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
-    """Return the suspicions on which results depend that are right, and none that is wrong. What only a gradient shows
-    may be any of them."""
-    known = [one for one in suspicions if one in walk.about and one.kind not in _BACKWARD]
+    """Return the suspicions that are right in a wrong program: those on which only right results depend, and
+    those of which everything is complete before values begin to differ. What only a gradient shows may be any.
+    """
+    known = [one for one in suspicions if one in walk.about and one.kind in _SUSPICIONS - _BACKWARD]
     outs = opened(walk.root)[0].outvars
-    if not known or not any(trial.results) or len(outs) != len(trial.results) or trial.faults:
+    if not known or trial.faults or not trial.wrong:
         return []
-    behind: dict[bool, set[Any]] = {True: set(), False: set()}
-    for var, differs in zip(outs, trial.results, strict=True):
-        behind[differs].update(walk.history.behind(var))
-    makes = lambda one, differs: not behind[differs].isdisjoint(walk.about[one].outvars)
-    return [one for one in known if makes(one, False) and not makes(one, True)]
+    first = trial.first()
+    judged = bool(first.found) and "" not in first.lines
+    innocent = [one for one in known if judged and _lines(one, walk).isdisjoint(first.lines | first.behind)]
+    if any(trial.results) and len(outs) == len(trial.results):
+        behind: dict[bool, set[Any]] = {True: set(), False: set()}
+        for var, differs in zip(outs, trial.results, strict=True):
+            behind[differs].update(walk.history.behind(var))
+        makes = lambda one, differs: not behind[differs].isdisjoint(walk.about[one].outvars)
+        innocent += [one for one in known if makes(one, False) and not makes(one, True)]
+    return innocent
+
+
+def _lines(one: Finding, walk: Engine) -> set[str]:
+    return {one.line, line_of(walk.about[one])} - {""}
+
+
+def _explained(suspicions: list[Finding], trial: Trial, walk: Engine) -> list[Finding]:
+    """Put the sums that a gradient adds in place of what comes of them, where values begin to differ at one."""
+    lines = trial.first().lines
+    begins = lambda one: one in walk.about and not _lines(one, walk).isdisjoint(lines)
+    sums = [one for one in walk.weaker if begins(one)]
+    return [*sums, *(one for one in suspicions if one.kind not in _SUSPICIONS or begins(one))] if sums else suspicions
 
 
 def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
@@ -184,7 +204,7 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     guilty = [axis for axis, differences in alone.items() if differences]
     if guilty and len(guilty) < len(alone):
         got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
-    first = next((line for eqn, callers in trial.first() if (line := line_of(eqn, callers))), "")
+    first = next((line for eqn, callers in trial.first().found if (line := line_of(eqn, callers))), "")
     if first:
         got.append(f"from {first} on, values fit no layout of those on one device")
     elif unknown:

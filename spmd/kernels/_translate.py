@@ -172,8 +172,10 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]
     axes = ",".join(frame.in_mesh_order({axis for one in carries for axis in one.varying})) or "..."
     advice = (
-        'start it with spmd.zeros("<its layout>"), typed varying on exactly the axes of its layout; where it becomes a '
-        f'gathered copy, also on those of the mark in spmd.zeros("<its layout> {{R:{axes}}}")'
+        f"in the step, psum over {axes} what is a term of a sum;\n"
+        'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of '
+        "its layout; where it becomes a gathered copy, also on those of the mark in "
+        f'spmd.zeros("<its layout> {{R:{axes}}}")'
     )
     return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 
