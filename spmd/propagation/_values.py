@@ -32,15 +32,11 @@ class WholeNames(Names):
         self.taken: dict[tuple[Path, int], Sequence[Labels]] = {}
         self.kept: dict[Any, bool] = {}
 
-    def equation(self, eqn: Equation, operands: Sequence[Labels]) -> Sequence[Labels]:
-        self.take(eqn, operands)
-        return super().equation(eqn, operands)
-
-    def take(self, eqn: Equation, operands: Sequence[Labels]) -> None:
-        """Note the operands of an equation."""
+    def keep(self, eqn: Equation, operands: Sequence[Labels], outs: Sequence[Labels]) -> Sequence[Labels]:
         self.taken[self.path, id(eqn)] = operands
         backward = is_transposed(eqn, self.callers)
         self.kept |= {atom: self.kept.get(atom, True) and backward for atom in eqn.invars if isinstance(atom, Var)}
+        return super().keep(eqn, operands, outs)
 
     def run(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> list[Labels]:
         self.returned(part.jaxpr)
@@ -54,27 +50,15 @@ class WholeNames(Names):
         if any(one.primitive.name == "shard_map" for one in self.callers):
             return super().marked(eqn, given)
         mapped = eqn.params.get("mapped", ())
-        return [self.on_whole(eqn.params["layout"], given, shape_of(eqn.outvars[0]), mapped)]
+        return [self.named(eqn.params["layout"], given, shape_of(eqn.outvars[0]), {}, mapped)]
 
     def constrained(self, eqn: Equation, given: Labels) -> list[Labels]:
         layout = _named_by(eqn)
-        return [given if layout is None else self.on_whole(layout, given, shape_of(eqn.outvars[0]))]
-
-    def on_whole(self, layout: Layout, given: Labels, shape: Sequence[int], mapped: Sequence[int] = ()) -> Labels:
-        """The names that a layout gives to a whole array."""
-        own, self.sizes = self.sizes, {}
-        try:
-            return self.named(layout, given, shape, mapped)
-        finally:
-            self.sizes = own
-
-    def rule_constrained(self, eqn: Equation, operands: Sequence[Labels]) -> Sequence[Labels]:
-        self.take(eqn, operands)
-        return self.keep(eqn, self.constrained(eqn, operands[0]))
+        return [given if layout is None else self.named(layout, given, shape_of(eqn.outvars[0]), {})]
 
     rules: ClassVar[Mapping[str, Rule]] = {
         **Names.rules,
-        "sharding_constraint": lambda walk, eqn, operands: walk.rule_constrained(eqn, operands),
+        "sharding_constraint": lambda walk, eqn, operands: walk.constrained(eqn, *operands),
     }
 
 
@@ -93,7 +77,7 @@ def names_of(jaxpr: Any, sizes: Mapping[str, int], layouts: Sequence[Layout | No
     walk(jaxpr, range(len(blank)), asked)
     told = [own or asked.found.get(i) for i, own in enumerate(layouts or [None] * len(blank))]
     given = [
-        one if layout is None else names.on_whole(layout, one, shape_of(var))
+        one if layout is None else names.named(layout, one, shape_of(var), {})
         for one, layout, var in zip(blank, told, variables, strict=True)
     ]
     names.returned(jaxpr)
@@ -154,12 +138,11 @@ class Places(Recording):
     def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[State | None]:
         return [None] * len(eqn.outvars)
 
-    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[State | None]:
-        outs = super().equation(eqn, operands)
+    def keep(self, eqn: Equation, operands: Sequence[Any], outs: Sequence[Any]) -> Sequence[State | None]:
         number = tuple(self._number[i] for i in (*self.path, id(eqn)))
         found = _fitted(eqn.outvars, self._places.get(number, ()))
         self._left_open(eqn, number, operands)
-        return self.keep(eqn, [old if new is None else new for new, old in zip(found, outs, strict=True)])
+        return super().keep(eqn, operands, [old if new is None else new for new, old in zip(found, outs, strict=True)])
 
     def _left_open(self, eqn: Equation, number: Number, operands: Sequence[State | None]) -> None:
         name = eqn.primitive.name
