@@ -28,7 +28,7 @@ from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
-from spmd.kernels._signature import Signature, bind_sizes
+from spmd.kernels._signature import Signature
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Bound, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
@@ -239,8 +239,7 @@ class Plan:
         if key not in self._frames:
             known = {name: Size(size, f"the keyword {name}={size}") for name, size in signature.sizes}
             arrays = list(zip(self.paths, shapes, self.layouts, strict=True))
-            source = signature.source if signature.written else None
-            bound = bind_sizes(signature.text, source, arrays, self.sizes, local=local, known=known)
+            bound = signature.sized(arrays, self.sizes, local=local, known=known)
             own: dict[str, Any] = {
                 "mode": self.mode,
                 "mesh": self.mesh,

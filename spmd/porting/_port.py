@@ -182,7 +182,7 @@ class _Rewriting:
         """Each call of `shard_map` as one of `kernel`."""
         calls = list(self.file.mapped())
         for body in self.trace.bodies:
-            found = _call_of(body, calls)
+            found = self.trace.call(body) or (calls[0] if len(calls) == 1 else None)
             if found is None:
                 place = body.eqn.params["jaxpr"].debug_info.func_src_info
                 self.notes.append(f"the call of shard_map with {place} is not found in {self.file.path}, and stays")
@@ -326,16 +326,6 @@ class _Rewriting:
         changed = {id(one): one for one in (self.file.statement(edit.start) for edit in edits)}
         ordered = sorted(changed.values(), key=lambda one: one.lineno)
         return "\n\n\n".join(self.file.render(edits, self.file.first(one), self.file.span(one)[1]) for one in ordered)
-
-
-def _call_of(body: Body, calls: Sequence[Mapped]) -> Mapped | None:
-    """The call in the file that made a `shard_map`."""
-    _, line = body.place
-    for one in calls:
-        nodes = [] if one.function is None else [one.function, *getattr(one.function, "decorator_list", ())]
-        if line in {node.lineno for node in nodes}:
-            return one
-    return calls[0] if len(calls) == 1 else None
 
 
 def _written(tree: Any) -> str:

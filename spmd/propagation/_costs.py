@@ -158,17 +158,14 @@ def _tried(plan: Plan, kind: str, move: Move) -> Constraint | None:
 
 def with_asks(plan: Plan, asks: Sequence[_Ask]) -> Plan:
     """The plan of the program with constraints; the plan itself where they divide unevenly, which JAX does not."""
-    inputs: dict[int, Any] = {}
-    results: dict[int, dict[int, Any]] = {}
+    found: dict[int | None, dict[int, Any]] = {}
     try:
         for ask in asks:
             spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
-            sharding = NamedSharding(plan.traced.mesh, spec)
-            if ask.input is not None:
-                inputs[ask.input] = sharding
-            else:
-                results.setdefault(id(plan.traced.equations[ask.number[-1]]), {})[ask.result] = sharding
-        return plan.again(lambda eqn: results.get(id(eqn), {}), inputs)
+            maker = None if ask.input is not None else id(plan.traced.equations[ask.number[-1]])
+            place = ask.result if ask.input is None else ask.input
+            found.setdefault(maker, {})[place] = NamedSharding(plan.traced.mesh, spec)
+        return plan.again(found)
     except ValueError:
         return plan
 

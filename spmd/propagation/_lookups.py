@@ -314,5 +314,3 @@ RULES = {
     "stablehlo.gather": gathered,
     "stablehlo.scatter": scattered,
 }
-
-__all__ = ["RULES"]

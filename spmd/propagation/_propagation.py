@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,6 +34,10 @@ from spmd.propagation._freeze import frozen, parameters_of
 from spmd.propagation._module import Reading
 from spmd.propagation._moves import Move, Reader
 from spmd.propagation._values import Places, Recorded, names_of, state_of, text_of
+
+# Shardings that are asked for, by number: of the results of an equation, under its identity; of inputs, under None.
+Asks = Mapping[int | None, Mapping[int, Any]]
+_NOTHING_ASKED: Asks = {}
 
 
 @dataclass(frozen=True)
@@ -81,14 +85,13 @@ class Propagation(Report):
         self,
         traced: Traced,
         layouts: Sequence[Layout | None],
-        constrain: Constrain = lambda eqn: {},
-        inputs: Mapping[int, Any] | None = None,
+        asks: Asks = _NOTHING_ASKED,
         names: Any = None,
     ) -> None:
         self.name, self.traced = traced.name, traced
         self.mesh: dict[str, int] = sizes_for(traced.mesh, "propagate(..., mesh=...)")
-        self._asked = constrain, inputs or {}
-        module = traced.module(*self._asked)
+        self._asks = asks
+        module = traced.module(asks)
         lengths = {i: eqn.params["length"] for i, eqn in enumerate(traced.equations) if "length" in eqn.params}
         self.reading = Reading(self.mesh, lengths).read(module, len(traced.given))
         self.names = names_of(traced.jaxpr, self.mesh, layouts) if names is None else names
@@ -102,11 +105,10 @@ class Propagation(Report):
         reader = Reader(self.traced.equations, self.names, self.mesh, labels, variables)
         return tuple(map(reader.move, self.reading.moves))
 
-    def again(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Propagation:
+    def again(self, asks: Asks) -> Propagation:
         """The plan of the same program with more constraints. It is not traced again."""
-        before, known = self._asked
-        both = lambda eqn: {**before(eqn), **constrain(eqn)}
-        return Propagation(self.traced, self.layouts, both, {**known, **(inputs or {})}, self.names)
+        every = {who: {**self._asks.get(who, {}), **asks.get(who, {})} for who in {**self._asks, **asks}}
+        return Propagation(self.traced, self.layouts, every, self.names)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -347,7 +349,6 @@ def _layouts(layouts: Any) -> list[Layout | None]:
 # A program whose equations have numbers, which the compiler's dialect keeps, lowered and propagated.
 
 _RUN = frozenset((Role.CALL, Role.LOOP, Role.TEST, Role.BRANCH, Role.MAP))
-Constrain = Callable[[Any], Mapping[int, Any]]  # for an equation, shardings for its results by their number
 
 
 @dataclass
@@ -370,17 +371,11 @@ class Traced:
     parameters: Sequence[str] = ()
     equations: list[Any] = field(default_factory=list)
 
-    def module(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Any:
-        """The module of the program after propagation.
-
-        Args:
-          constrain: Shardings that the results of an equation are asked to have.
-          inputs: Shardings that inputs are asked to have, by their number.
-        """
-        self.equations, known = [], {}
-        numbered = _Numbering(self.equations, known, constrain).closed(self.jaxpr)
-        fn = jex.jaxpr_as_fun(numbered)
-        asked = inputs or {}
+    def module(self, asks: Asks = _NOTHING_ASKED) -> Any:
+        """The module of the program after propagation, with constraints."""
+        self.equations = []
+        fn = jex.jaxpr_as_fun(_Numbering(self.equations, asks).closed(self.jaxpr))
+        asked = asks.get(None, {})
 
         def program(*given: Any) -> Any:
             put = jax.lax.with_sharding_constraint
@@ -430,8 +425,9 @@ def _struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 class _Numbering:
     """Gives each equation a scope with its number. A jaxpr that stands in several places stays one."""
 
-    def __init__(self, equations: list[Any], known: dict[int, Any], constrain: Constrain) -> None:
-        self._equations, self._known, self._constrain = equations, known, constrain
+    def __init__(self, equations: list[Any], asks: Asks) -> None:
+        self._equations, self._asks = equations, asks
+        self._known: dict[int, Any] = {}
 
     def closed(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self._known:
@@ -445,7 +441,7 @@ class _Numbering:
         run = {id(one.jaxpr) for one in held(eqn) if one.role in _RUN} if eqn.params else set()
         params = {name: self._param(value, run) for name, value in eqn.params.items()} if run else eqn.params
         eqn = _compat.in_scope(eqn, f"#{number}", params)
-        return self._constrained(eqn, self._constrain(self._equations[number]))
+        return self._constrained(eqn, self._asks.get(id(self._equations[number]), {}))
 
     def _param(self, value: Any, run: set[int]) -> Any:
         if id(value) in run:
