@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd._text import bytes_text
+from spmd._text import bytes_text, fields_of
 from spmd.drawing._picture import Cell, Grid
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
-from spmd.inspect._reports import fields_of
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
 from spmd.mesh import crossing, owners_text
 

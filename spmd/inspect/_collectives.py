@@ -12,11 +12,10 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from spmd._text import Table, bytes_text, sent_bytes, shown_file, shown_width, wrapped
+from spmd._text import Table, bytes_text, fields_of, sent_bytes, shown_file, shown_width, wrapped
 from spmd.errors import SpmdError
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, end_of, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
-from spmd.inspect._reports import fields_of
 from spmd.language import axes_product, mesh_text
 from spmd.mesh import sizes_for
 

@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, left_axes, left_text
 from spmd._jaxprs.walker import equations
-from spmd._text import Line, Row, Table, bytes_text, html_page, seconds_text, si_text, wrapped
+from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, seconds_text, si_text, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
@@ -22,8 +22,7 @@ from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Boundary, Written
-from spmd.inspect._reports import Report, fields_of
-from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
+from spmd.inspect._written import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
 from spmd.mesh import crossing, sizes_for
 

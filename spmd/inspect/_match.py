@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import short_line
-from spmd._text import bytes_text, sent_bytes
+from spmd._text import bytes_text, fields_of, sent_bytes
 from spmd.inspect._collectives import Collective, grouped
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
-from spmd.inspect._reports import fields_of
 
 if TYPE_CHECKING:
     from spmd.propagation import Move, Propagation

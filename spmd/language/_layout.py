@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, Any, final
 from spmd import _compat
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._parse import Parser
-from spmd.language._rules import Axes, axes_of_rule, place, rule_text
 from spmd.language._sizes import Size, WrongRank, as_fault, axes_product, bind, mesh_text, written_out
-from spmd.language._syntax import Atom, Dim, Value, check_form, check_rules, fault, normal, with_call
+from spmd.language._syntax import (
+    Atom,
+    Axes,
+    Dim,
+    Value,
+    axes_of_rule,
+    check_form,
+    check_rules,
+    fault,
+    normal,
+    place,
+    rule_text,
+    with_call,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec

@@ -23,7 +23,7 @@ from spmd._jaxprs.lines import frames_of, is_ours, is_transposed, line_of, short
 from spmd._jaxprs.walker import COMMUNICATES, Equation, Role, Variable, equations, held, opened, shape_of, walk
 from spmd.checker._dataflow import walk_closed
 from spmd.inspect._recorded import States
-from spmd.inspect._syntax import Span
+from spmd.inspect._source import Span
 from spmd.language import axes_tuple
 from spmd.porting._writing import Guess, Namer, Operand, X, in_groups, reduction, text_of, ways
 

@@ -13,11 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from spmd._compat import is_typed
 from spmd._jaxprs.lines import is_transposed, line_of, short_line
 from spmd._jaxprs.walker import opened, shape_of
-from spmd._text import bytes_text
-from spmd.inspect._reports import fields_of
+from spmd._text import bytes_text, fields_of
 from spmd.propagation._module import Dims, Number, Place
-from spmd.propagation._moves import Move
-from spmd.propagation._values import text_of
+from spmd.propagation._moves import Move, text_of
 
 _MOST = 4  # costs for which constraints are tried, the dearest first
 _TRIES = 6  # constraints for each of them

@@ -28,7 +28,7 @@ from spmd.propagation._module import (
     operation,
     typed,
 )
-from spmd.propagation._values import text_of
+from spmd.propagation._moves import text_of
 
 _WIDTH = 100  # of a line
 

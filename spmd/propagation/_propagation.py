@@ -16,24 +16,22 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.lines import LineName, line_of, short_line
 from spmd._jaxprs.walker import Equation, Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
-from spmd._text import Line, Row, Table, bytes_text, html_page, wrapped
+from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, wrapped
 from spmd._trees.leaves import is_array
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
 from spmd.errors import MeshError, SpmdError
+from spmd.inspect._check import listing
 from spmd.inspect._collectives import axes_text, by_part, counts_by_kind, grouped
-from spmd.inspect._lines import listing
-from spmd.inspect._listing import Source
 from spmd.inspect._program import check_mesh, is_input, meshes_of_jaxpr, names_of_inputs, of_arrays, stage, under
 from spmd.inspect._recorded import States
-from spmd.inspect._reports import Report, fields_of
+from spmd.inspect._source import Source
 from spmd.language import Layout
 from spmd.mesh import ambient_mesh, sizes_for
 from spmd.propagation._costs import Cost, costs_of, least
 from spmd.propagation._freeze import frozen, parameters_of
 from spmd.propagation._module import Reading
-from spmd.propagation._moves import Move, Reader
-from spmd.propagation._values import Places, Recorded, names_of, state_of, text_of
+from spmd.propagation._moves import Move, Places, Reader, Recorded, names_of, state_of, text_of
 
 # Shardings that are asked for, by number: of the results of an equation, under its identity; of inputs, under None.
 Asks = Mapping[int | None, Mapping[int, Any]]
