@@ -302,6 +302,11 @@ def fixed(source: str, start: int, end: int, text: str) -> str:
     return f'"{whole.strip()}"'
 
 
+def replaced(rule: str, source: str, start: int, end: int, text: str | None) -> LayoutError:
+    """Return what is wrong with a part of a string; a text in its place, if there is one, mends it."""
+    return fault(rule, (start, end), None if text is None else fixed(source, start, end, text))
+
+
 def tokenize(source: str) -> list[Token]:
     tokens: list[Token] = []
     for match in _TOKEN.finditer(source):
@@ -321,29 +326,22 @@ def _bad(source: str, at: int) -> NoReturn:
     for wrong in ("=>", ">", "-", "="):
         arrow = re.match(r"[-=]*>|-+|=+", rest)
         if rest.startswith(wrong) and arrow:
-            raise fault(
-                "The two sides of a pattern are separated by '->'.",
-                (at, at + arrow.end()),
-                fixed(source, at, at + arrow.end(), "->"),
-            )
+            raise replaced("The two sides of a pattern are separated by '->'.", source, at, at + arrow.end(), "->")
     if rest[0] == ".":
         dots = len(rest) - len(rest.lstrip("."))
         left = " " if source[at - 1 : at].strip() else ""
         right = " " if rest[dots : dots + 1].strip() else ""
-        fix = fixed(source, at, at + dots, f"{left}...{right}")
-        raise fault("Any number of dimensions is written '...', three dots.", (at, at + dots), fix)
+        rule = "Any number of dimensions is written '...', three dots."
+        raise replaced(rule, source, at, at + dots, f"{left}...{right}")
     shown = rest[0] if rest[0].isprintable() else f"U+{ord(rest[0]):04X}"
     if rest[0] in _LOOKALIKES:
         better = _LOOKALIKES[rest[0]]
-        raise fault(f"A layout has no '{shown}'; write '{better}'.", (at, at + 1), fixed(source, at, at + 1, better))
+        raise replaced(f"A layout has no '{shown}'; write '{better}'.", source, at, at + 1, better)
     if rest[0] == "*":
-        raise fault(
-            "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'.",
-            (at, at + 1),
-        )
+        rule = "A layout has no '*'; any number of dimensions is '...', a product of two is '(h k)'."
+        raise fault(rule, (at, at + 1))
     if rest[0] in ";|":
-        fix = fixed(source, at, at + 1, ",")
-        raise fault("Layouts are separated by ','.", (at, at + 1), fix)
+        raise replaced("Layouts are separated by ','.", source, at, at + 1, ",")
     if rest[0].isidentifier():
         raise fault(f"Names consist of ASCII letters, digits and '_', and '{shown}' is not one of them.", (at, at + 1))
     raise fault(f"A layout has no character '{shown}'.", (at, at + 1))
