@@ -211,10 +211,8 @@ class Time:
 def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) -> float:
     """Seconds that a collective takes in one call of the program."""
     if not one.compiled or all(c.kind == one.kind and c.axes == one.axes for c in one.compiled):
-        runs = one.count if one.runs is None else one.runs
-        return runs * hardware.collective_seconds(one.kind, one.bytes, one.axes, mesh)
-    each = (hardware.collective_seconds(c.kind, c.bytes, c.axes, mesh) * c.count for c in one.compiled)
-    return sum(each)
+        return one.ran * hardware.collective_seconds(one.kind, one.bytes, one.axes, mesh)
+    return sum(hardware.collective_seconds(c.kind, c.bytes, c.axes, mesh) * c.count for c in one.compiled)
 
 
 def priced(

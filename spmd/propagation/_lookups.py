@@ -6,11 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spmd._compat import operation_name as name_of
-from spmd.propagation._loops import is_zero
-from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, operation, typed
+from spmd.propagation._loops import combined_by, is_zero
+from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, typed
 
 _ADDS = {
+    "stablehlo.return": "scatter",
     "stablehlo.add": "scatter_add",
     "stablehlo.multiply": "scatter_mul",
     "stablehlo.minimum": "scatter_min",
@@ -93,8 +93,7 @@ def reversed_(writer: Any, op: Any) -> None:
 
 def windowed(writer: Any, op: Any) -> None:
     """`stablehlo.reduce_window`: sums over windows, such as cumulative sums."""
-    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
-    verb = _COMBINES.get(inside[0], "") if len(inside) == 2 else ""
+    verb = _COMBINES.get(combined_by(op), "")
     if len(op.results) != 1 or not verb:
         writer.fail("a window that this function combines")
     made, start = writer.array(op.operands[0]), writer.get(op.operands[1])
@@ -195,8 +194,7 @@ def scattered(writer: Any, op: Any) -> None:
     sizes = [1] * len(kind.shape)
     for d in window:
         sizes[next(left)] = updates[d]
-    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
-    verb = "scatter" if len(inside) == 1 else _ADDS.get(inside[0], "") if len(inside) == 2 else ""
+    verb = _ADDS.get(combined_by(op), "")
     if not verb:
         writer.fail("an update by this function")
     rows = (

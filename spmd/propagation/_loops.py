@@ -296,9 +296,14 @@ def is_zero(value: Any) -> bool:
     return re.match(r"dense<-?0(\.0+e\+00)?> : ", text) is not None
 
 
+def combined_by(op: Any) -> str:
+    """The operation by which a function combines two numbers, or `stablehlo.return` of one of them; "" of several."""
+    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
+    return inside[0] if len(inside) <= 2 else ""
+
+
 def _adds(op: Any) -> bool:
     """Return whether an operation's terms on the devices are added, and not compared."""
     if op is None or name_of(op) not in ("stablehlo.reduce", "stablehlo.dot_general", "stablehlo.scatter"):
         return False
-    inside = [name_of(operation(one)) for region in op.regions for one in region.blocks[0].operations]
-    return not inside or inside[0] == "stablehlo.add"
+    return not len(op.regions) or combined_by(op) == "stablehlo.add"
