@@ -25,7 +25,7 @@ from spmd.inspect._collectives import axes_of_pairs
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 from spmd.inspect._records import Turns, Work, Written
 from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
-from spmd.language import Layout, axes_product, axes_tuple, mesh_text
+from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 
 _KINDS = {primitive: kind for kind, primitives in records.PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
@@ -483,8 +483,7 @@ class Walk(Domain):
             return ""
         kernels = {a for spec in specs for entry in spec for a in axes_tuple(entry)}
         lost = [axis for axes in place for axis in axes if axis not in kernels]
-        name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
-        return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""
+        return f"jax.vmap(..., spmd_axis_name={axes_code(lost)}) keeps a mapped dimension divided" if lost else ""
 
 
 Walk.rules = {

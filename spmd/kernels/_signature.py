@@ -192,7 +192,8 @@ def read(
     sizes: Mapping[str, int],
     static: Sequence[str],
     donate: Sequence[str],
-    auto: str | Sequence[str] = (),
+    auto: str | Sequence[str],
+    check: str,
 ) -> Signature:
     """Read the declaration of a kernel and check it against the parameters of `fn`."""
     python = _python_signature(fn)
@@ -227,6 +228,7 @@ def read(
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
         written=pattern is not None,
+        check=check,
     )
     signature.params = _parameters(signature, inputs)
     _check_names(signature)

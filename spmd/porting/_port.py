@@ -21,6 +21,7 @@ from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
 from spmd.inspect._check import check
+from spmd.language import axes_code
 from spmd.porting._program import Body, Edit, File, Mapped, Site, Trace, X, loaded, opaques, sizes, starts, tree_of
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -197,17 +198,14 @@ class _Rewriting:
         start, end = self.file.span(found.call)
         parts: list[Any] = [f"spmd.kernel({words}"]
         if found.mesh is not None:
-            before, after = self._factored(body) if self.trace.factors else ("", "")
+            sizes = ", ".join(f"{axis}={size}" for axis, size in body.eqn.params["mesh"].shape.items())
+            made = (f"spmd.make_mesh({sizes}, devices=", _MADE)  # where axes have two in their place
+            before, after = made if self.trace.factors else ("", "")
             parts += [f", mesh={before}", self.file.span(found.mesh), after]
         if body.auto:
-            parts.append(f", auto={tuple(body.auto) if len(body.auto) > 1 else body.auto[0]!r}".replace("'", '"'))
+            parts.append(f", auto={axes_code(body.auto)}")
         parts.append(")")
         yield Edit(start, end, (*parts, *(["(", self.file.span(found.body), ")"] if found.body is not None else [])))
-
-    def _factored(self, body: Body) -> tuple[str, str]:
-        """Return what stands around the mesh where axes have two in their place."""
-        sizes = ", ".join(f"{axis}={size}" for axis, size in body.eqn.params["mesh"].shape.items())
-        return f"spmd.make_mesh({sizes}, devices=", _MADE
 
     def _layouts(self, body: Body, function: Any) -> str | None:
         """The pattern of a kernel, or its trees of layouts."""

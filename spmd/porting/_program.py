@@ -24,7 +24,7 @@ from spmd._jaxprs.walker import COMMUNICATES, Equation, Role, Variable, equation
 from spmd.checker._dataflow import walk_closed
 from spmd.inspect._recorded import States
 from spmd.inspect._source import Span
-from spmd.language import axes_tuple
+from spmd.language import axes_code, axes_tuple
 from spmd.porting._writing import Guess, Namer, Operand, X, in_groups, reduction, text_of, ways
 
 _VERBS = ("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle")
@@ -276,9 +276,8 @@ def starts(trace: Trace) -> Iterator[Edit]:
     for node, axes in wanted.items():
         if axes:
             ordered = tuple(axis for axis in trace.sizes if axis in axes)
-            text = f'"{ordered[0]}"' if len(ordered) == 1 else str(ordered).replace("'", '"')
             span = trace.file.span(node)
-            yield Edit(*span, ("jax.lax.pcast(", span, f', {text}, to="varying")'))
+            yield Edit(*span, ("jax.lax.pcast(", span, f', {axes_code(ordered)}, to="varying")'))
 
 
 def _maker(trace: Trace, made: Any, var: Variable) -> ast.Call | None:
@@ -313,7 +312,7 @@ def sizes(trace: Trace) -> Iterator[Edit]:
         name = "axis_size" if counts else called(node)
         asked: Any = trace.file.span(axis[0])
         if isinstance(axis[0], ast.Constant) and axis[0].value in trace.factors:
-            asked = str(expanded((axis[0].value,), trace.factors)).replace("'", '"')
+            asked = axes_code(expanded((axis[0].value,), trace.factors))
         yield Edit(*trace.file.span(node), (f"spmd.{name}(", asked, ")"))
 
 

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd._compat import is_typed
 from spmd._jaxprs.lines import is_transposed, line_of, short_line
-from spmd._jaxprs.walker import opened, shape_of
+from spmd._jaxprs.walker import shape_of
 from spmd._text import bytes_text, fields_of
 from spmd.propagation._module import Dims, Number, Place
 from spmd.propagation._moves import Move, text_of
@@ -186,7 +186,7 @@ def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
 
 def _ask(plan: Plan, argument: int | None, maker: Number, dims: Dims, shape: tuple[int, ...]) -> Iterator[_Ask]:
     if argument is not None and tuple(plan.traced.given[argument].shape) == tuple(shape):
-        var, ask = opened(plan.traced.jaxpr)[0].invars[argument], _Ask(dims, shape, input=argument)
+        var, ask = plan.variables[argument], _Ask(dims, shape, input=argument)
     elif (result := _result(plan, maker, shape)) is not None:
         var, ask = plan.traced.equations[maker[-1]].outvars[result], _Ask(dims, shape, number=maker, result=result)
     else:
@@ -235,7 +235,7 @@ def _said(plan: Plan, ask: _Ask, sent: int) -> Constraint:
 
 def _labels(plan: Plan, ask: _Ask) -> Any:
     if ask.input is not None:
-        return plan.names.known[opened(plan.traced.jaxpr)[0].invars[ask.input]]
+        return plan.labels[ask.input]
     *path, eqn = (plan.traced.equations[i] for i in ask.number)
     made: Mapping[Any, Any] = plan.names.made
     return made.get((tuple(map(id, path)), id(eqn)), [()] * len(eqn.outvars))[ask.result]

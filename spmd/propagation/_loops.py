@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmd._compat import operation_name as name_of
+from spmd.language import axes_code
 from spmd.propagation._module import Made, Place, bare, dtype_text, integers, is_kept, operation, owner_of, typed
 
 
@@ -206,8 +207,9 @@ def _typed(made: Made, place: Place) -> Made:
     missing = sorted(axes_of(place) - made.varies)
     if not missing:
         return made._replace(text=bare(made.text))  # alone in a tuple
-    axes = f'"{missing[0]}"' if len(missing) == 1 else str(tuple(missing)).replace("'", '"')
-    return made._replace(text=f'jax.lax.pcast({bare(made.text)}, {axes}, to="varying")', varies=axes_of(place))
+    return made._replace(
+        text=f'jax.lax.pcast({bare(made.text)}, {axes_code(missing)}, to="varying")', varies=axes_of(place)
+    )
 
 
 def axes_of(place: Place) -> frozenset[str]:

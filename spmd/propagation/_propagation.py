@@ -98,9 +98,7 @@ class Propagation(Report):
     @functools.cached_property
     def moves(self) -> tuple[Move, ...]:
         """The changes of layout that send something, in the order of the program."""
-        variables = opened(self.traced.jaxpr)[0].invars
-        labels = [self.names.known[var] for var in variables]
-        reader = Reader(self.traced.equations, self.names, self.mesh, labels, variables)
+        reader = Reader(self.traced.equations, self.names, self.mesh, self.labels, self.variables)
         return tuple(map(reader.move, self.reading.moves))
 
     def again(self, asks: Asks) -> Propagation:
@@ -111,10 +109,18 @@ class Propagation(Report):
     @property
     def inputs(self) -> tuple[str, ...]:
         """How the arguments lie, as layouts."""
-        body = opened(self.traced.jaxpr)[0]
-        labels = [self.names.known[var] for var in body.invars]
-        shapes = [var.aval.shape for var in body.invars]
-        return tuple(text_of(*one, self.mesh) for one in zip(self.reading.inputs, labels, shapes, strict=False))
+        shapes = [var.aval.shape for var in self.variables]
+        return tuple(text_of(*one, self.mesh) for one in zip(self.reading.inputs, self.labels, shapes, strict=False))
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """The inputs of the program."""
+        return opened(self.traced.jaxpr)[0].invars
+
+    @property
+    def labels(self) -> list[Any]:
+        """What the dimensions of the inputs are called."""
+        return [self.names.known[var] for var in self.variables]
 
     @property
     def total_bytes(self) -> int:
@@ -128,9 +134,8 @@ class Propagation(Report):
 
     @functools.cached_property
     def _places(self) -> Places:
-        body = opened(self.traced.jaxpr)[0]
         places = Places(self.reading, self.traced.equations)
-        given = zip(self.reading.inputs, body.invars, strict=True)
+        given = zip(self.reading.inputs, self.variables, strict=True)
         walk(self.traced.jaxpr, [state_of(place, var.aval.shape) for place, var in given], places)
         return places
 
@@ -200,14 +205,12 @@ class Propagation(Report):
               return spmd.einsum(jnp.tanh(x), w, "b/dp d/tp, d/tp f -> b/dp f")
           <BLANKLINE>
         """
-        body = opened(self.traced.jaxpr)[0]
-        labels = [self.names.known[var] for var in body.invars]
         text = name or (self.name if self.name.isidentifier() and self.name != "<lambda>" else "frozen")
         parameters = list(parameters_of(self.traced.parameters))
         try:
-            return frozen(least(self).reading, text, parameters, labels)
+            return frozen(least(self).reading, text, parameters, self.labels)
         except SpmdError:  # the layouts of a constraint may be harder to write
-            return frozen(self.reading, text, parameters, labels)
+            return frozen(self.reading, text, parameters, self.labels)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
