@@ -314,7 +314,8 @@ class Program:
 
         lines = parameters(function)
         for name, layout in self._arguments(function):
-            put(lines.get(_root(name)) or function.node.lineno, name, [layout])
+            root = name.partition("[")[0].partition(".")[0]  # the parameter of `params['w']`
+            put(lines.get(root) or function.node.lineno, name, [layout])
         left = self._left(function)
         for slot in slots(function):
             found = [one for one in occurrences if slot.holds(one.at.span)]
@@ -330,11 +331,9 @@ class Program:
         """The arguments of a function that has a jaxpr of its own."""
         for scope in self._bodies.get(function, ()):
             caller = scope.callers[-1] if scope.callers else None
-            if caller is not None and caller.primitive.name == "shard_map":
-                leaves = arguments_of(caller, kernel_around(scope.callers[:-1]))
-                names = {i: leaf.path for i, leaf in leaves.items()}
-            else:
-                names = {}
+            mapped = caller is not None and caller.primitive.name == "shard_map"
+            leaves = arguments_of(caller, kernel_around(scope.callers[:-1])) if mapped else {}
+            names = {i: leaf.path for i, leaf in leaves.items()}
             told = getattr(scope.jaxpr.debug_info, "arg_names", None) or ()
             first = len(scope.jaxpr.invars) - len(told)  # constants that JAX hoisted out of the body come first
             for i, var in enumerate(scope.jaxpr.invars):
@@ -353,11 +352,6 @@ class Program:
                     layout = scope.known.get(id(atom))
                     found.setdefault(slot, []).extend([] if layout is None else [layout])
         return found
-
-
-def _root(name: str) -> str:
-    """The parameter of `params['w']`."""
-    return name.partition("[")[0].partition(".")[0]
 
 
 def _own(frames: Sequence[Frame], around: Sequence[Frame], jaxpr: Any) -> Sequence[Frame]:
@@ -387,9 +381,11 @@ def _values(occurrences: Sequence[Occurrence]) -> list[list[Output]]:
     together = [[steps[index] for index in sorted(steps)] for steps in numbered]
     if any(one.at.differentiates or one.step.backward for one in occurrences):
         return [_used(_with_backward(steps), backward=True) for steps in together]
-    if any(map(_is_differentiated, together)):  # JAX has moved equations
+    lasts = (eqn for steps in together for eqn in (steps[-1].eqn, *steps[-1].scope.callers))
+    if any("jvp(" in str(eqn.source_info.name_stack) for eqn in lasts):  # JAX has moved equations
         return [_used(steps) for steps in together]
-    return [_used(run) or _last(run) for steps in together for run in _runs(steps)]
+    runs = [run for steps in together for run in _runs(steps)]  # where nobody uses one, its last step tells
+    return [_used(run) or [(run[-1], i) for i in range(len(run[-1].eqn.outvars))] for run in runs]
 
 
 def _runs(steps: Sequence[Step]) -> list[list[Step]]:
@@ -416,15 +412,6 @@ def _used(run: Sequence[Step], backward: bool = False) -> list[Output]:
     scope, inside = run[0].scope, {step.index for step in run}
     outputs = [(step, i) for step in run for i in range(len(step.eqn.outvars))]
     return [(step, i) for step, i in outputs if scope.needs(id(step.eqn.outvars[i]), inside, backward)]
-
-
-def _last(run: Sequence[Step]) -> list[Output]:
-    """The results of the last step: nobody uses the expression."""
-    return [(run[-1], i) for i in range(len(run[-1].eqn.outvars))]
-
-
-def _is_differentiated(run: Sequence[Step]) -> bool:
-    return any("jvp(" in str(eqn.source_info.name_stack) for eqn in (run[-1].eqn, *run[-1].scope.callers))
 
 
 def _named(names: Sequence[str], live: Sequence[Output]) -> Iterator[tuple[str, list[str]]]:

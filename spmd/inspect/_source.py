@@ -250,10 +250,6 @@ class SourceBlock:
     lines: tuple[SourceLine, ...]
 
     @property
-    def has_source(self) -> bool:
-        return any(line.text for line in self.lines)
-
-    @property
     def title(self) -> str:
         """`norms  train.py:12`."""
         place = f"{short_file(self.file)}:{self.lines[0].number}" if self.file else ""
@@ -295,7 +291,8 @@ def _heading(source: Source) -> str:
 def _table(block: SourceBlock, mark: str = "", width: int | None = None) -> Table:
     """The lines of a block; `mark` begins what stands beside or below them."""
     rows = [Row((block.title or "nobody knows where",), "title")]
-    texts = [line.text if line.text or block.has_source else f"line {line.number}" for line in block.lines]
+    known = any(line.text for line in block.lines)
+    texts = [line.text if line.text or known else f"line {line.number}" for line in block.lines]
     values = [";  ".join(map(str, line.values)) for line in block.lines]
     shown = [(text, value and mark + value) for text, value in zip(texts, values, strict=True)]
     for line, (text, value), beside in zip(block.lines, shown, _beside(shown, width), strict=True):

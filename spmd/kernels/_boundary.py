@@ -55,7 +55,11 @@ def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
     if not isinstance(value, jax.Array):
         return f"{'an array of the host' if np.ndim(value) else f'a {type(value).__name__}'}, not placed"
     wanted = _around(plan.spec(layout, value.ndim - len(dims)), layout, value, dims)
-    return _unlike(value, NamedSharding(plan.mesh, wanted), plan.left)
+    here = value.sharding
+    if plan.left and isinstance(here, NamedSharding):
+        here = NamedSharding(here.mesh, without(here.spec, value.ndim, plan.left))
+    same = here.is_equivalent_to(NamedSharding(plan.mesh, wanted), value.ndim)
+    return "" if same else str(getattr(here, "spec", here))
 
 
 def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
@@ -66,13 +70,6 @@ def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
     for dim in sorted(dims):
         entries.insert(dim, tuple(axis for axis in _axes(value, dim) if axis not in layout.axes) or None)
     return P(*entries)
-
-
-def _unlike(array: Any, wanted: NamedSharding, left: Sequence[str] = ()) -> str:
-    here = array.sharding
-    if left and isinstance(here, NamedSharding):
-        here = NamedSharding(here.mesh, without(here.spec, array.ndim, left))
-    return "" if here.is_equivalent_to(wanted, array.ndim) else str(getattr(here, "spec", here))
 
 
 def _axes(array: Any, dim: int) -> tuple[str, ...]:
