@@ -326,16 +326,16 @@ class Domain:
     # --- values -------------------------------------------------------------------------------------------
 
     def constant(self, var: Variable | None, value: Any) -> Any:
-        """A constant of a jaxpr; its value is None where the jaxpr does not hold it."""
-        raise NotImplementedError
+        """A constant of a jaxpr; its value is None where the jaxpr does not hold it. By default nothing is known."""
+        return None
 
     def literal(self, atom: Variable) -> Any:
         """A number that stands in an equation: a `Literal`."""
         return self.constant(None, atom.val)
 
     def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation that holds no jaxpr, or one that is part of its own work."""
-        raise NotImplementedError
+        """The results of an equation that holds no jaxpr, or one that is part of its own work; by default unknown."""
+        return [None] * len(eqn.outvars)
 
     def unread(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation whose jaxprs no walk can read."""

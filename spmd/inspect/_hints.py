@@ -84,9 +84,6 @@ class _Sums(Domain):
         super().__init__()
         self.found: list[tuple[str, tuple[str, ...], int, int, bool, _Link]] = []
 
-    def constant(self, var: Variable | None, value: Any) -> None:
-        return None
-
     def join(self, one: Any, other: Any) -> None:
         return None
 

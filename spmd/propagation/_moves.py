@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, LayoutName
 from spmd._jaxprs.lines import LineName, gradient_line, is_transposed, line_of
-from spmd._jaxprs.walker import Domain, Equation, Held, Rule, Variable, call_of, opened, shape_of, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Rule, call_of, opened, shape_of, walk
 from spmd._text import bytes_text, fields_of
 from spmd.checker._state import Axes, State, axes_of_dim, plain
 from spmd.checker._table import MOVES, TABLE
@@ -98,12 +98,6 @@ class _Asked(Domain):
         super().__init__()
         self.found: dict[int, Layout | None] = {}
 
-    def constant(self, var: Variable | None, value: Any) -> None:
-        return None
-
-    def step(self, eqn: Equation, operands: Sequence[int | None]) -> list[None]:
-        return [None] * len(eqn.outvars)
-
     def equation(self, eqn: Equation, operands: Sequence[int | None]) -> Sequence[int | None]:
         part = call_of(eqn)  # what a loop is given is not all of an input
         return self.step(eqn, operands) if part is None else self.call(eqn, part, operands)
@@ -135,12 +129,6 @@ class Places(Recording):
         sums = {move.maker for move in reading.moves if move.kind == "psum"}
         self._moved = {move.user for move in reading.moves} | sums
         self.open: dict[tuple[Number, str, Axes], Sequence[Any]] = {}
-
-    def constant(self, var: Variable | None, value: Any) -> State | None:
-        return None
-
-    def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[State | None]:
-        return [None] * len(eqn.outvars)
 
     def keep(self, eqn: Equation, operands: Sequence[Any], outs: Sequence[Any]) -> Sequence[State | None]:
         number = tuple(self._number[i] for i in (*self.path, id(eqn)))
