@@ -26,9 +26,9 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2155,
-    "_cli": 470,
-    "_jaxprs": 655,
+    ".": 2180,
+    "_cli": 460,
+    "_jaxprs": 660,
     "_processes": 295,
     "_python": 210,
     "_trees": 440,
@@ -37,14 +37,14 @@ BUDGET = {
     "comm": 2275,
     "drawing": 300,
     "haliax": 340,
-    "inspect": 3970,
-    "kernels": 1835,
-    "language": 1520,
+    "inspect": 3890,
+    "kernels": 1810,
+    "language": 1465,
     "nn": 1015,
     "ops": 4140,
     "parallel": 2665,
-    "porting": 940,
-    "propagation": 2000,
+    "porting": 925,
+    "propagation": 1920,
     "searcher": 430,
     "testing": 740,
 }

@@ -381,7 +381,11 @@ class Plan:
 
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(leaves)
-        with _context_of(leaves):
+        meshes = (
+            jax.typeof(x).sharding.mesh for x in leaves
+        )  # of Explicit types, even if another one surrounds the call
+        mesh = next((one for one in meshes if not one.empty), None)
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
             return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
 
 
@@ -396,13 +400,6 @@ def _gathered(x: Any) -> Any:
     """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
     known = jax.typeof(x).sharding
     return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
-
-
-def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of the arrays' Explicit types, even if another mesh surrounds the call."""
-    meshes = (jax.typeof(x).sharding.mesh for x in leaves)
-    mesh = next((m for m in meshes if not m.empty), None)
-    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 # --- trial -------------------------------------------------------------------------------------------------------

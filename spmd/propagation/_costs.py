@@ -88,7 +88,10 @@ _SAID = {
 def costs_of(plan: Plan) -> tuple[Cost, ...]:
     """The costs of a plan, the dearest first."""
     found: dict[Any, list[Move]] = {}
-    data = _data_axes(plan)
+    # those that divide the first dimension of an input, and along which the forward pass sums no array
+    first = {axis.name for place in plan.reading.inputs if place.dims for axis in place.dims[0]}
+    summed = [one for one in plan.moves if one.kind == "psum" and one.phase == "forward" and one.shape]
+    data = first.difference(*({axis.name for axis in one.raw.axes} for one in summed))
     for move in plan.moves:
         if kind := _kind(move, data):
             found.setdefault((kind, move.text, move.where), []).append(move)
@@ -111,7 +114,7 @@ def least(plan: Plan) -> Plan:
     return best if best is plan else least(best)
 
 
-def _kind(move: Move, data: frozenset[str]) -> str:
+def _kind(move: Move, data: set[str]) -> str:
     raw = move.raw
     if move.asked or move.kind not in ("all_gather", "all_to_all", "ppermute"):
         return ""
@@ -121,13 +124,6 @@ def _kind(move: Move, data: frozenset[str]) -> str:
         return "beside"
     of_data = not data.isdisjoint(axis.name for axis in raw.axes)
     return "activation" if move.kind == "all_gather" and not raw.part and of_data else ""
-
-
-def _data_axes(plan: Plan) -> frozenset[str]:
-    """The axes that divide the first dimension of an input, and along which the forward pass sums no array."""
-    first = {axis.name for place in plan.reading.inputs if place.dims for axis in place.dims[0]}
-    summed = [one for one in plan.moves if one.kind == "psum" and one.phase == "forward" and one.shape]
-    return frozenset(first.difference(*({axis.name for axis in one.raw.axes} for one in summed)))
 
 
 # --- constraints ------------------------------------------------------------------------------------------------

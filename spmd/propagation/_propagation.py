@@ -232,7 +232,9 @@ class Propagation(Report):
 
     def cost_lines(self, width: int) -> list[Line]:
         """The lines of the table that say what the program may do without."""
-        return [*_costly(self).lines(width), [("", "")]] if self.costs else []
+        rows = [Row((short_line(one.move.where) or "-", str(one)), "loud") for one in self.costs]
+        table = Table([Row(("costs",), "loud title"), *rows], below=(1,), indent=2)
+        return [*table.lines(width), [("", "")]] if rows else []
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
@@ -261,14 +263,6 @@ def _told(move: Move) -> Finding:
 def _heading(it: Propagation) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in it.mesh.items())
     return f"{it.name or 'program'} on {sizes}: the compiler's plan, not compiled"
-
-
-def _costly(it: Propagation) -> Table:
-    """The costs, which come first."""
-    rows: list[Row] = [Row(("costs",), "loud title")] if it.costs else []
-    for one in it.costs:
-        rows.append(Row((short_line(one.move.where) or "-", str(one)), "loud"))
-    return Table(rows, right=(), below=(1,), indent=2)
 
 
 def _table(it: Propagation) -> Table:
