@@ -389,7 +389,7 @@ def _devices() -> dict[str, Any]:
     except RuntimeError as error:  # a platform was asked for and does not start
         return {"devices": None, "why": jax_errors.first_line(error), "processes": 1, "meshes": []}
     kinds = sorted({f"{one.platform} ({one.device_kind})" for one in devices})
-    meshes = suggestions(len(devices), min(_NODE, jax.local_device_count()))
+    meshes: list[tuple[dict[str, Any], str]] = [*suggestions(len(devices), min(_NODE, jax.local_device_count()))]
     return {
         "devices": {"count": len(devices), "local": jax.local_device_count(), "kinds": kinds},
         "processes": jax.process_count(),

@@ -330,9 +330,8 @@ class Program:
     def _arguments(self, function: Function) -> Iterator[tuple[str, str]]:
         """The arguments of a function that has a jaxpr of its own."""
         for scope in self._bodies.get(function, ()):
-            caller = scope.callers[-1] if scope.callers else None
-            mapped = caller is not None and caller.primitive.name == "shard_map"
-            leaves = arguments_of(caller, kernel_around(scope.callers[:-1])) if mapped else {}
+            mapped = [one for one in scope.callers[-1:] if one.primitive.name == "shard_map"]
+            leaves = arguments_of(mapped[0], kernel_around(scope.callers[:-1])) if mapped else {}
             names = {i: leaf.path for i, leaf in leaves.items()}
             told = getattr(scope.jaxpr.debug_info, "arg_names", None) or ()
             first = len(scope.jaxpr.invars) - len(told)  # constants that JAX hoisted out of the body come first

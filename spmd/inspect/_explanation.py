@@ -431,7 +431,7 @@ def explain(
         report,
         memory=memory_of(written, stats),
         hardware=machine,
-        platform=found.devices.flat[0].platform if stats is not None and hasattr(found, "devices") else "",
+        platform=found.devices.flat[0].platform if stats is not None and isinstance(found, Mesh) else "",
         missing=missing,
         crossing=crossing(found),
         plan=plan,
