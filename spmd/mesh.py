@@ -210,6 +210,11 @@ def crossing(mesh: Any) -> tuple[str, ...]:
     return tuple(axis for dim, axis in enumerate(mesh.axis_names) if np.diff(owners, axis=dim).any())
 
 
+def crossing_text(axes: Sequence[str]) -> str:
+    """Say that axes cross processes."""
+    return f"{', '.join(axes)} cross{'es' * (len(axes) == 1)} processes"
+
+
 def owners_text(mesh: Any) -> str:
     """Return which devices of a mesh each process has: `process 0 has 0, 1; process 1 has 2, 3`."""
     held: dict[int, list[int]] = {}

@@ -31,7 +31,7 @@ from spmd.inspect._check import check
 from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
-from spmd.mesh import crossing, make_mesh, use_cpu_devices
+from spmd.mesh import crossing, crossing_text, make_mesh, use_cpu_devices
 from spmd.porting import port
 from spmd.propagation import Propagation, propagate
 from spmd.searcher._search import search
@@ -89,13 +89,10 @@ def run_plan(options: Any) -> int:
     found = plan(options.pattern, sizes=sizes, mesh=mesh, dtype=dtype, prefer=options.prefer, hardware=options.hardware)
     picture = visualize(found)
     _save(picture, options.svg)
-    if options.json:
-        _print(json.dumps(picture.to_dict(), indent=2))
-    else:
-        _print(str(found))
-        if options.picture:
-            _print("")
-            _show(picture)
+    _print(_json(picture.to_dict()) if options.json else str(found))
+    if options.picture and not options.json:
+        _print("")
+        _show(picture)
     return 0
 
 
@@ -113,7 +110,7 @@ def run_show(options: Any) -> int:
     picture = visualize(text, sizes, mesh)
     _save(picture, options.svg)
     if options.json:
-        _print(json.dumps(picture.to_dict(), indent=2))
+        _print(_json(picture.to_dict()))
     else:
         _show(picture)
     return 0
@@ -128,7 +125,7 @@ def run_info(options: Any) -> int:
         initialize()
     found = {"python": platform.python_version(), **_packages(), **_devices()}
     if found["devices"] is None or jax.process_index() == 0:
-        _print(json.dumps(found, indent=2) if options.json else "\n".join(_info_lines(found, options.extras)))
+        _print(_json(found) if options.json else "\n".join(_info_lines(found, options.extras)))
     return 0 if all(entry["ok"] for entry in found["needed"]) else 1
 
 
@@ -136,7 +133,7 @@ def run_rules(options: Any) -> int:
     """`rules`: what the checker knows of each primitive, or JSON."""
     found = rules()
     if options.json:
-        _print(json.dumps(found._asdict(), indent=2))
+        _print(_json(found._asdict()))
         return 0
     table = [(name, *row) for name, row in found.table.items()]
     tables = [
@@ -156,7 +153,7 @@ def run_explain(options: Any) -> int:
     compiles = options.compile or options.target
     with shown_if_slow(f"{'compiling' if compiles else 'reading'} {options.program}"):
         found = explain(fn, *args, hardware=options.hardware, layouts=options.layouts)
-    _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
+    _print(_json(found.to_dict()) if options.json else str(found))
     return 0
 
 
@@ -175,7 +172,7 @@ def run_search(options: Any) -> int:
     words = {"devices": options.devices, "axes": axes, "hardware": options.hardware, **limits}
     with shown_if_slow(f"searching {options.program}") as progress:
         found = search(builder(options.program), **words, choices=choices, overlap=overlap, progress=progress)
-    _print(json.dumps(found.to_dict(), indent=2) if options.json else str(found))
+    _print(_json(found.to_dict()) if options.json else str(found))
     return 0
 
 
@@ -193,7 +190,7 @@ def run_check(options: Any) -> int:
     source = {"source": str((found if plan is None else plan).source())} if options.source else {}
     if options.json:
         planned = {} if plan is None else {"plan": plan.to_dict()}
-        _print(json.dumps(found.to_dict() | source | planned, indent=2))
+        _print(_json(found.to_dict() | source | planned))
     else:
         _print("\n\n".join([*source.values(), str(found), *([] if plan is None else [str(plan)])]))
     untested = options.strict and found.verdict.kind not in ("proved", "tested", "typed")
@@ -331,6 +328,10 @@ def _show(picture: Picture) -> None:
     _print(str(picture))
 
 
+def _json(found: Any) -> str:
+    return json.dumps(found, indent=2)
+
+
 def _print(text: str) -> None:
     """Print a text, with plain characters if the terminal does not have those of boxes."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
@@ -388,16 +389,12 @@ def _devices() -> dict[str, Any]:
     except RuntimeError as error:  # a platform was asked for and does not start
         return {"devices": None, "why": jax_errors.first_line(error), "processes": 1, "meshes": []}
     kinds = sorted({f"{one.platform} ({one.device_kind})" for one in devices})
-    meshes = suggestions(len(devices), min(_NODE, jax.local_device_count()))
+    meshes: list[tuple[dict[str, Any], str]] = [*suggestions(len(devices), min(_NODE, jax.local_device_count()))]
     return {
         "devices": {"count": len(devices), "local": jax.local_device_count(), "kinds": kinds},
         "processes": jax.process_count(),
-        "meshes": [{"axes": axes, "use": use, "crossing": _crossing(axes)} for axes, use in meshes],
+        "meshes": [{"axes": axes, "use": use, "crossing": crossing(make_mesh(**axes))} for axes, use in meshes],
     }
-
-
-def _crossing(axes: Mapping[str, Any]) -> tuple[str, ...]:
-    return crossing(make_mesh(**axes))
 
 
 def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
@@ -421,9 +418,9 @@ def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
 
 def _info_lines(found: dict[str, Any], extras: bool) -> list[str]:
     lines = [f"spmd {found['spmd']}" if found["spmd"] else "spmd is not installed, so what it needs is not known"]
-    rows = [(one["name"], one["version"] or "missing", _verdict(one)) for one in found["needed"]]
-    for one in found["optional"] if extras else ():
-        rows.append((one["name"], one["version"] or "missing", f"optional: {', '.join(one['extras'])}"))
+    told = [(one, f"{'needs' if one['ok'] else 'NEEDS'} {one['wanted'] or 'any version'}") for one in found["needed"]]
+    told += [(one, f"optional: {', '.join(one['extras'])}") for one in found["optional"] if extras]
+    rows = [(one["name"], one["version"] or "missing", text) for one, text in told]
     lines += [Table(rows, indent=2).text()] if rows else []
     devices = found["devices"]
     if devices is None:
@@ -434,14 +431,6 @@ def _info_lines(found: dict[str, Any], extras: bool) -> list[str]:
         lines.append("  for eight virtual ones: spmd.use_cpu_devices(8) at the top of a program")
     lines.append("meshes that fit:")
     calls = [f"spmd.make_mesh({', '.join(f'{a}={n}' for a, n in one['axes'].items())})" for one in found["meshes"]]
-    uses = [one["use"] + _across(one["crossing"]) for one in found["meshes"]]
+    across = [f"; {crossing_text(axes)}" if (axes := one["crossing"]) else "" for one in found["meshes"]]
+    uses = [one["use"] + more for one, more in zip(found["meshes"], across, strict=True)]
     return [*lines, Table(list(zip(calls, uses, strict=True)), indent=2).text()]
-
-
-def _across(axes: Sequence[str]) -> str:
-    return f"; {', '.join(axes)} cross{'es' * (len(axes) == 1)} processes" if axes else ""
-
-
-def _verdict(entry: dict[str, Any]) -> str:
-    wanted = entry["wanted"] or "any version"
-    return f"needs {wanted}" if entry["ok"] else f"NEEDS {wanted}"

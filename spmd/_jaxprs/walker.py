@@ -233,7 +233,7 @@ def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
     """
     body, consts = opened(jaxpr)
     rules, literal = domain.rules, domain.literal
-    known = domain.known
+    known, keep = domain.known, domain.keep
     known.update(zip(body.invars, values, strict=True))
     for i, var in enumerate(body.constvars):
         known[var] = domain.constant(var, consts[i] if consts else None)
@@ -241,6 +241,8 @@ def walk(jaxpr: Any, values: Sequence[Any], domain: Domain) -> list[Any]:
         operands = [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in eqn.invars]
         rule = rules.get(eqn.primitive.name)
         outs = domain.equation(eqn, operands) if rule is None else rule(domain, eqn, operands)
+        if keep is not None:
+            outs = keep(eqn, operands, outs)
         for var, out in zip(eqn.outvars, outs, strict=True):
             known[var] = out
     return [literal(atom) if isinstance(atom, Literal) else known[atom] for atom in body.outvars]
@@ -269,6 +271,7 @@ class Domain:
       rules: For the name of a primitive, a function that gives its results: `rule(domain, eqn, operands)`. Rules come
         first: a primitive that has a rule is not entered, even if it holds a jaxpr.
       callers: The equations whose jaxprs the walk is inside of, outermost first.
+      keep: Of a walk that remembers, a function of each equation, its operands and its results; it returns the results.
       known: The value of each variable, when the walk was there last.
       findings: What the walk reports. `of_rounds` says what it keeps of the rounds of a loop that had not settled yet.
 
@@ -312,6 +315,7 @@ class Domain:
     """
 
     rules: ClassVar[Mapping[str, Rule]] = {}
+    keep: Any = None
 
     def __init__(self) -> None:
         self.callers: list[Any] = []
@@ -322,16 +326,16 @@ class Domain:
     # --- values -------------------------------------------------------------------------------------------
 
     def constant(self, var: Variable | None, value: Any) -> Any:
-        """A constant of a jaxpr; its value is None where the jaxpr does not hold it."""
-        raise NotImplementedError
+        """A constant of a jaxpr; its value is None where the jaxpr does not hold it. By default nothing is known."""
+        return None
 
     def literal(self, atom: Variable) -> Any:
         """A number that stands in an equation: a `Literal`."""
         return self.constant(None, atom.val)
 
     def step(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        """The results of an equation that holds no jaxpr, or one that is part of its own work."""
-        raise NotImplementedError
+        """The results of an equation that holds no jaxpr, or one that is part of its own work; by default unknown."""
+        return [None] * len(eqn.outvars)
 
     def unread(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         """The results of an equation whose jaxprs no walk can read."""

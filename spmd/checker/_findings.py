@@ -12,7 +12,7 @@ from spmd.checker._verdict import Verdict
 from spmd.errors import ReplicationError, SpmdError, warn
 
 if TYPE_CHECKING:
-    from spmd.inspect._listing import Source
+    from spmd.inspect._source import Source
 
 
 def early(error: ReplicationError, line: str) -> ReplicationError:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from spmd._jaxprs.facts import CallName
 from spmd._trees.leaves import foreign_kind, kind_of, not_int
 from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
-from spmd.language import AxisMapping, Dim, Pattern
+from spmd.language import AxisMapping, Dim, Pattern, axes_code
 
 
 def _axis_keyword(value: Any) -> bool:
@@ -68,7 +68,7 @@ def keyword_for(text: str, said: Collection[str], read: Sequence[str], have: Seq
     if not names or not have or tuple(read) == tuple(have):
         return None
     [first, *others] = names
-    axes = f'"{have[0]}"' if len(have) == 1 else repr(tuple(have)).replace("'", '"')
+    axes = axes_code(have)
     return f"{first}={axes}" if not others else " and ".join(f"{name}=" for name in names)
 
 

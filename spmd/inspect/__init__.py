@@ -9,7 +9,7 @@ from spmd.inspect._explanation import Explanation
 from spmd.inspect._hints import Hint
 from spmd.inspect._match import Communication
 from spmd.inspect._records import Boundary, Constraint, Island, PerShard, Written, WrittenCollective
-from spmd.inspect._roofline import Memory, Time
+from spmd.inspect._written import Memory, Time
 
 __all__ = [
     "Boundary",

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from spmd._text import bytes_text
+from spmd._text import bytes_text, fields_of
 from spmd.drawing._picture import Cell, Grid
-from spmd.errors import LayoutError, SizeError, did_you_mean, is_int
-from spmd.inspect._reports import fields_of
+from spmd.errors import SizeError, did_you_mean, is_int
 from spmd.language import Dim, Layout, Size, as_fault, axes_product, bind, check_axes, mesh_text
-from spmd.mesh import crossing, owners_text
+from spmd.mesh import crossing, crossing_text, owners_text
 
 Block = tuple[int, ...]
 
@@ -178,6 +177,7 @@ def of_layout(
     known = {name: bound.sizes[name].size for name in layout.names if name in bound.sizes}
     sides = tuple(_side(dim, size, known, shape) for dim, size in bound.dims[0])
     local = [None if n is None else n // axes_product(dim.axes, shape) + sum(dim.margin) for dim, n in bound.dims[0]]
+    crosses = [f"{crossing_text(axes)}: {owners_text(mesh)}"] if (axes := crossing(mesh)) else []
     ids = tuple(d.id for d in mesh.devices.flat) if isinstance(mesh, Mesh) else tuple(range(mesh.size))
     return Holdings(
         layout.short,
@@ -190,14 +190,8 @@ def of_layout(
         layout.reduced,
         None if None in local else tuple(n for n in local if n is not None),
         itemsize,
-        (*_layout_notes(layout, known, shape), *_process_notes(mesh), *notes),
+        (*_layout_notes(layout, known, shape), *crosses, *notes),
     )
-
-
-def _process_notes(mesh: Mesh | AbstractMesh) -> list[str]:
-    """Along which axes one goes from process to process."""
-    axes = crossing(mesh)
-    return [f"{', '.join(axes)} cross{'es' * (len(axes) == 1)} processes: {owners_text(mesh)}"] if axes else []
 
 
 def known_sizes(layout: Layout, shape: Any, call: str) -> tuple[dict[str, int], list[int | None] | None]:
@@ -312,14 +306,6 @@ def _scattered(dim: Dim, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> s
     last = max(place for place, atom in enumerate(dim.atoms) if atom.axes)
     count, run = math.prod(local[:last]), math.prod(local[last:])
     return f"{text}, {count} run{'s' * (count != 1)} of {run}"
-
-
-def no_arrow(text: Any, call: str) -> None:
-    """Refuse a pattern: it is not a layout, and its picture is the picture of its plan."""
-    if isinstance(text, str) and "->" in text:
-        advice = f'spmd.visualize(spmd.plan("{text}", sizes=..., mesh=mesh, dtype=...))'
-        rule = "A picture shows one layout. The picture of a pattern is the picture of its plan."
-        raise LayoutError(rule, call=call, advice=advice)
 
 
 # --- the blocks of an array as grids of cells, each with the devices that hold it -------------------------------------
@@ -449,11 +435,6 @@ def device_runs(devices: Sequence[int]) -> list[str]:
 # --- the mesh, colours, sentences ----------------------------------------------------------------------------
 
 
-def mesh_grid(holdings: Holdings, colours: Mapping[int, int]) -> Grid:
-    """Return which device is where on the mesh, in the colour of its block."""
-    return device_grid(holdings, {d: colours[holdings.cells[block][0][0]] for d, block in holdings.block_of.items()})
-
-
 def device_grid(holdings: Holdings, colours: Mapping[int, int]) -> Grid:
     """Return which device is where on the mesh, each in a colour: the last axis lies along the columns."""
     *front, (last, size) = holdings.mesh
@@ -485,7 +466,9 @@ def _is_drawn(holdings: Holdings, block: Block) -> bool:
 def facts(holdings: Holdings) -> list[str]:
     """The sentences under a picture."""
     *_, whole = _spread(holdings)
-    found = [f"whole on each device: {_sides_text(holdings, whole)}"] if whole else []
+    sides = [holdings.sides[place] for place in whole]
+    texts = (side.label if side.size is None else f"{side.label} {side.text(0)}" for side in sides)
+    found = [f"whole on each device: {', '.join(texts)}"] if whole else []
     if holdings.local_shape is not None:
         shape = " x ".join(map(str, holdings.local_shape))
         shape = f"a shard of {shape}" if shape else "one number"
@@ -501,11 +484,6 @@ def facts(holdings: Holdings) -> list[str]:
         found.append(f"a summary: {count} devices hold {cells} different blocks; up to {MOST_DEVICES} are drawn")
         found.append("devices are numbered in mesh order, the last axis fastest")
     return found
-
-
-def _sides_text(holdings: Holdings, places: Sequence[int]) -> str:
-    sides = [holdings.sides[place] for place in places]
-    return ", ".join(side.label if side.size is None else f"{side.label} {side.text(0)}" for side in sides)
 
 
 def _used(holdings: Holdings) -> set[str]:

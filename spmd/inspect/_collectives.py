@@ -12,11 +12,10 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from spmd._text import Table, bytes_text, sent_bytes, shown_file, shown_width, wrapped
+from spmd._text import Table, bytes_text, fields_of, sent_bytes, shown_file, shown_width, wrapped
 from spmd.errors import SpmdError
 from spmd.inspect._hlo import Frame, HloModule, Instruction, Visit, end_of, parse_module, parse_shapes, shape_bytes
 from spmd.inspect._program import stage
-from spmd.inspect._reports import fields_of
 from spmd.language import axes_product, mesh_text
 from spmd.mesh import sizes_for
 
@@ -52,7 +51,7 @@ def parse_groups(text: str, partitions: int) -> Groups:
       SpmdError: The text has another form.
     """
     if text.startswith("{"):
-        return _listed(text) or (tuple(range(partitions)),)
+        return parse_pairs(text) or (tuple(range(partitions)),)
     if found := _IOTA.match(text):
         return _rows(_iota(found.group(2)).reshape(_ints(found.group(1))))
     if found := _MESH.match(text):
@@ -61,12 +60,12 @@ def parse_groups(text: str, partitions: int) -> Groups:
 
 
 def parse_pairs(text: str) -> Groups:
-    """The (source, target) pairs of a collective-permute.
+    """The (source, target) pairs of a collective-permute, or the groups of a list, which ends where its brace closes.
 
     >>> parse_pairs("{{0,1},{1,0}}, metadata={}")
     ((0, 1), (1, 0))
     """
-    return _listed(text)
+    return tuple(map(_ints, re.findall(r"\{([\d,\s]+)\}", text[1 : end_of(text, 1, "}")])))
 
 
 def named_mesh(text: str) -> dict[str, int] | None:
@@ -94,30 +93,26 @@ def axes_of_groups(groups: Groups, mesh: Mapping[str, int]) -> tuple[tuple[str, 
     >>> axes_of_groups(((0, 1), (2, 3)), {"tp": 4})
     (('tp',), False)
     """
-    axes = _differing(groups, mesh)
+    axes = axes_of_pairs(groups, mesh)
     size = axes_product(axes, mesh)
     return axes, all(len(group) == size for group in groups)
 
 
 def axes_of_pairs(pairs: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes, in mesh order, along which a source and its target differ.
+    """The mesh axes, in mesh order, along which a source and its target, or the members of a group, differ.
 
     >>> axes_of_pairs(((0, 1), (1, 0), (2, 3), (3, 2)), {"dp": 2, "tp": 2})
     ('tp',)
     """
-    return _differing(pairs, mesh)
-
-
-def _differing(groups: Groups, mesh: Mapping[str, int]) -> tuple[str, ...]:
     shape = tuple(mesh.values())
-    last = max(itertools.chain(*groups), default=0)
+    last = max(itertools.chain(*pairs), default=0)
     if last >= math.prod(shape):
         rule = (
             f"The compiled program has a device {last}, and the {mesh_text(mesh)} has only {math.prod(shape)} devices."
         )
         raise SpmdError(rule, advice="mesh= is the mesh that the program was compiled for")
     differs = np.zeros(len(shape), bool)
-    for group in groups:
+    for group in pairs:
         places = np.stack(np.unravel_index(np.asarray(group, dtype=np.int64), shape))
         differs |= (places != places[:, :1]).any(axis=1)
     return tuple(itertools.compress(mesh, differs))
@@ -157,11 +152,6 @@ def _iota(text: str) -> np.ndarray:
     dims, _, order = text.partition("T")
     grid = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
     return (grid.transpose(_ints(order)) if order else grid).reshape(-1)
-
-
-def _listed(text: str) -> Groups:
-    """`{{0,1},{2,3}}` at the start of `text`; the list ends where its outer brace closes."""
-    return tuple(map(_ints, re.findall(r"\{([\d,\s]+)\}", text[1 : end_of(text, 1, "}")])))
 
 
 def _ints(text: str) -> tuple[int, ...]:

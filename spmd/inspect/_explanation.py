@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, left_axes, left_text
 from spmd._jaxprs.walker import equations
-from spmd._text import Line, Row, Table, bytes_text, html_page, seconds_text, si_text, wrapped
+from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, seconds_text, si_text, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
@@ -22,10 +22,9 @@ from spmd.inspect._hints import Hint, hints_of
 from spmd.inspect._match import Communication, communications, moved_text, with_plan
 from spmd.inspect._program import Program, check_mesh, meshes_of_jaxpr, stage
 from spmd.inspect._records import Boundary, Written
-from spmd.inspect._reports import Report, fields_of
-from spmd.inspect._roofline import Memory, Time, estimate, memory_of, seconds_of
+from spmd.inspect._written import Memory, Time, estimate, memory_of, seconds_of
 from spmd.inspect._written import written as read
-from spmd.mesh import crossing, sizes_for
+from spmd.mesh import crossing, crossing_text, sizes_for
 
 _HEAD = ("collective", "axes", "times", "bytes", "time", "where", "call")
 _CHOSEN = 'to="invarying" was chosen: this copy leaves the kernel whole, and no other use of it pays for that'
@@ -107,8 +106,7 @@ class Explanation(Report):
     def counts(self) -> dict[str, int]:
         """Return how many collectives of each kind one call runs, in the order of their names. Each array counts: where
         the compiler combines several, `.compiled.counts` has fewer."""
-        runs = ((one.kind, one.count if one.runs is None else one.runs) for one in self.collectives)
-        return counts_by_kind((kind, count) for kind, count in runs if count)
+        return counts_by_kind((one.kind, one.ran) for one in self.collectives if one.ran)
 
     @property
     def exact(self) -> bool:
@@ -161,8 +159,7 @@ def _heading(it: Explanation) -> str:
     on = f" on {sizes}" if sizes else ""
     devices = f"{count:,} device{'s' * (count != 1)}"
     made = f", compiled for {it.platform}" if it.platform else "" if it.compiled is not None else ", not compiled"
-    axes = ", ".join(it.crossing)
-    across = f"; {axes} cross{'es' * (len(it.crossing) == 1)} processes" if axes else ""
+    across = f"; {crossing_text(it.crossing)}" if it.crossing else ""
     return f"{it.name or 'program'}{on}: {devices}{made}{across}"
 
 
@@ -174,18 +171,18 @@ def _sent(it: Explanation) -> Table:
     written = [one for one in it.collectives if one.written]
     rows: list[Row] = []
     for title, ones in by_part(written).items():
-        rows += _section(title, [*_rows(it, ones), _total(it, ones)])
+        rows += _section(title, [*_rows(it, ones), _sum(it, ones)])
     if it.unwritten:
         nobody = it.written is not None and it.compiled is not None
         title = "NOBODY WROTE" if nobody else "compiled" if it.written is None else "the compiler's plan"
-        ones = [*_rows(it, it.unwritten, "loud" if nobody else ""), _total(it, it.unwritten)]
+        ones = [*_rows(it, it.unwritten, "loud" if nobody else ""), _sum(it, it.unwritten)]
         rows += _section(title, ones, "title" if it.written is None else "loud title")
     elif it.compiled is not None and written:
         rows += _section("nobody wrote", _said(["nothing: every compiled collective belongs to a written one"]))
     if len(by_axis := it.by_axis()) > 1 or it.unwritten or it.between_processes:
         most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
-        sums = [*(_sum(it, ones, axes) for axes, ones in most), _total(it, it.collectives)]
-        sums += [_sum(it, it.between_processes, "between processes", "total")] if it.crossing else []
+        sums = [*(_sum(it, ones, axes, "") for axes, ones in most), _sum(it, it.collectives)]
+        sums += [_sum(it, it.between_processes, "between processes")] if it.crossing else []
         rows += _section("by axis", sums)
     hinted = (Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints)
     rows += _section("sums that may wait", hinted)
@@ -226,13 +223,8 @@ def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
     return Row(cells, style, tuple(filter(None, remarks)))
 
 
-def _total(it: Explanation, ones: Sequence[Communication]) -> Row:
-    return _sum(it, ones, "total", "total")
-
-
-def _sum(it: Explanation, ones: Sequence[Communication], name: str, style: str = "") -> Row:
-    times = str(sum(one.count if one.runs is None else one.runs for one in ones))
-    return Row((name, "", times, *_bytes_and_time(it, ones), "", ""), style)
+def _sum(it: Explanation, ones: Sequence[Communication], name: str = "total", style: str = "total") -> Row:
+    return Row((name, "", str(sum(one.ran for one in ones)), *_bytes_and_time(it, ones), "", ""), style)
 
 
 def _bytes_and_time(it: Explanation, ones: Sequence[Communication]) -> tuple[str, str]:
@@ -404,7 +396,9 @@ def explain(
       [('all_gather', ('tp',), 768, 1, 'forward')]
     """
     machine = None if hardware is None else _hardware(hardware)
-    _check_compiled(compiled)
+    if not (compiled is None or isinstance(compiled, bool) or hasattr(compiled, "memory_analysis")):
+        rule = f"compiled is None, True, False or a compiled program, not {kind_of(compiled)}."
+        raise SpmdError(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
     given = None if mesh is None else sizes_for(mesh, "explain(..., mesh=...)")
     program = stage("explain", fn, args, kwargs, mesh)
     check_mesh("explain", meshes_of_jaxpr(program.jaxpr), given)
@@ -421,7 +415,9 @@ def explain(
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
     left = {} if program.jaxpr is None else left_axes(program.jaxpr)
     plan = None
-    if not hasattr(fn, "jaxpr") and (left or _is_compilers(program)):
+    known = program.jaxpr is not None and isinstance(found, Mesh | AbstractMesh)
+    alone = known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))  # no kernel divides it
+    if not hasattr(fn, "jaxpr") and (left or alone):
         from spmd.propagation import propagate  # which reads programs as this room does
 
         try:
@@ -435,7 +431,7 @@ def explain(
         report,
         memory=memory_of(written, stats),
         hardware=machine,
-        platform=_platform(found) if stats is not None else "",
+        platform=found.devices.flat[0].platform if stats is not None and isinstance(found, Mesh) else "",
         missing=missing,
         crossing=crossing(found),
         plan=plan,
@@ -444,20 +440,7 @@ def explain(
     )
 
 
-def _is_compilers(program: Program) -> bool:
-    """Return whether the compiler alone divides a program: it has a mesh, and no `shard_map`."""
-    known = program.jaxpr is not None and isinstance(program.mesh, Mesh | AbstractMesh)
-    return known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))
-
-
 _hardware = hardware
-
-
-def _check_compiled(compiled: Any) -> None:
-    if compiled is None or isinstance(compiled, bool) or hasattr(compiled, "memory_analysis"):
-        return
-    rule = f"compiled is None, True, False or a compiled program, not {kind_of(compiled)}."
-    raise SpmdError(rule, call="explain(..., compiled=...)", advice="as in compiled=jax.jit(fn).lower(x).compile()")
 
 
 def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
@@ -477,8 +460,3 @@ def _compiled(program: Program, compiled: Any, missing: list[str]) -> Any:
             raise
         missing.append(abstract)
         return None
-
-
-def _platform(mesh: Any) -> str:
-    devices = getattr(mesh, "devices", None)
-    return "" if devices is None else devices.flat[0].platform

@@ -84,9 +84,6 @@ class _Sums(Domain):
         super().__init__()
         self.found: list[tuple[str, tuple[str, ...], int, int, bool, _Link]] = []
 
-    def constant(self, var: Variable | None, value: Any) -> None:
-        return None
-
     def join(self, one: Any, other: Any) -> None:
         return None
 
@@ -158,7 +155,8 @@ def hints_of(jaxpr: Any) -> tuple[Hint, ...]:
     sums.use(walk(live, [None] * len(live.invars), sums))
     cheaper = (one for one in itertools.starmap(_hint, sums.found) if one.least < one.bytes)
     alike = grouped(cheaper, lambda one: (one.where, one.kind, one.axes, one.advice)).values()
-    return tuple(sorted(map(_together, alike), key=lambda one: one.least - one.bytes))
+    sums_of = lambda ones: {name: sum(getattr(one, name) for one in ones) for name in ("times", "bytes", "least")}
+    return tuple(sorted((replace(ones[0], **sums_of(ones)) for ones in alike), key=lambda one: one.least - one.bytes))
 
 
 def _hint(where: str, axes: tuple[str, ...], devices: int, times: int, backward: bool, link: _Link) -> Hint:
@@ -171,11 +169,6 @@ def _hint(where: str, axes: tuple[str, ...], devices: int, times: int, backward:
     kind = "often" if rounds > 1 else "large"
     now, then = (sent_bytes("psum", n, devices) * times for n in (size, least))
     return Hint(where, kind, axes, times, now, then // rounds, _advice(kind, backward, axes))
-
-
-def _together(ones: Sequence[Hint]) -> Hint:
-    times, now, least = (sum(getattr(one, name) for one in ones) for name in ("times", "bytes", "least"))
-    return replace(ones[0], times=times, bytes=now, least=least)
 
 
 def _advice(kind: str, backward: bool, axes: Sequence[str]) -> str:

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import short_line
-from spmd._text import bytes_text, sent_bytes
+from spmd._text import bytes_text, fields_of, sent_bytes
 from spmd.inspect._collectives import Collective, grouped
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE
 from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
-from spmd.inspect._reports import fields_of
 
 if TYPE_CHECKING:
     from spmd.propagation import Move, Propagation
@@ -48,6 +47,11 @@ class Communication(WrittenCollective):
     compiled: tuple[Collective, ...] = field(default=(), repr=False)
     note: str = ""
     sent: int = 0
+
+    @property
+    def ran(self) -> int:
+        """How often it runs: as compiled, or else as written."""
+        return self.count if self.runs is None else self.runs
 
     @property
     def total_bytes(self) -> int:
@@ -220,8 +224,8 @@ def _claim(piece: _Piece, groups: Sequence[Sequence[_Wanted]], rest: list[_Piece
 
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
     """Return whether the name of a compiled collective, or of a part of it, says a written one."""
-    if not _related(row, piece.of):
-        return False
+    if row.axes and piece.of.axes and not set(piece.of.axes) <= set(row.axes):
+        return False  # it is no part of one that is over its axes and no others
     if isinstance(row.text, CallName):
         return any(row.text in name for name in piece.names)
     # a raw call of jax.lax: its name is too common to go by alone
@@ -234,11 +238,6 @@ def _alike(piece: _Piece, row: WrittenCollective) -> bool:
     scatter."""
     kind = "psum_scatter" if (row.kind, piece.of.kind) == ("psum_scatter", "psum") else piece.of.kind
     return (row.kind, row.axes, math.prod(row.shape)) == (kind, piece.of.axes, piece.elements)
-
-
-def _related(row: WrittenCollective, one: Collective) -> bool:
-    """Return whether a compiled collective may be (a part of) a written one: over its axes and no others."""
-    return not row.axes or not one.axes or set(one.axes) <= set(row.axes)
 
 
 def _gone(row: WrittenCollective, wanted: Sequence[_Wanted]) -> str:

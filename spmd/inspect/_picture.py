@@ -129,7 +129,8 @@ class _Drawn:
 def _of_holdings(held: Holdings) -> _Drawn:
     """The blocks, and the devices of the mesh, if there are few enough to list."""
     colours = blocks.tints(held)
-    devices = [[[blocks.mesh_grid(held, colours)]]] if held.mesh and not blocks.is_summary(held) else []
+    own = {device: colours[held.cells[block][0][0]] for device, block in held.block_of.items()}  # that of its block
+    devices = [[[blocks.device_grid(held, own)]]] if held.mesh and not blocks.is_summary(held) else []
     grids = [blocks.block_grids(held, colours), *devices]
     about = [held.kind, held.mesh_text if held.mesh else ""]
     return _Drawn(
@@ -151,7 +152,10 @@ def _of_mesh(mesh: Mesh | AbstractMesh) -> _Drawn:
 
 def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
     call = f'visualize("{text}")'
-    blocks.no_arrow(text, call)
+    if isinstance(text, str) and "->" in text:
+        advice = f'spmd.visualize(spmd.plan("{text}", sizes=..., mesh=mesh, dtype=...))'
+        rule = "A picture shows one layout. The picture of a pattern is the picture of its plan."
+        raise LayoutError(rule, call=call, advice=advice)
     frame = try_frame()
     layout = Layout(text, call=call).without_brackets()
     if shape is not None and not isinstance(shape, Mapping):
@@ -171,16 +175,13 @@ def _of_text(text: str | Layout, shape: Any, mesh: Any) -> Holdings:
         rule = "A layout says which mesh axes divide an array, and the mesh says how many devices they have."
         advice = f'as in visualize("{text}", shape, mesh=spmd.make_mesh(dp=2, tp=4))'
         raise MeshError(rule, call=call, advice=advice)
-    return blocks.of_layout(_ambient(layout, call), sizes, found, dims=dims, call=call)
+    mapping = ambient_mapping()
+    layout = layout if mapping is None else mapping.place(layout, call)
+    return blocks.of_layout(layout, sizes, found, dims=dims, call=call)
 
 
 def _placed(layout: Layout, mapping: AxisMapping | None) -> Layout:
     return layout if mapping is None else layout.resolve(mapping)
-
-
-def _ambient(layout: Layout, call: str) -> Layout:
-    mapping = ambient_mapping()
-    return layout if mapping is None else mapping.place(layout, call)
 
 
 def _sequence(shape: Any, call: str) -> tuple[Any, ...]:

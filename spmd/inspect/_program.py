@@ -107,7 +107,9 @@ def stage(verb: str, fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any], mes
             return jax.jit(inner).trace(*given, **named).jaxpr
 
     own = hasattr(fn, "trace") and not isinstance(fn, Kernel)
-    return Program(name, jaxpr, _first(map(_shaped, meshes)), leaves, compiled, tuple(donated), called if own else None)
+    # what has sizes by axis name: a Mesh, an AbstractMesh, or a mapping of sizes
+    sized = (one for one in meshes if isinstance(one, Mapping) or isinstance(getattr(one, "shape", None), Mapping))
+    return Program(name, jaxpr, _first(sized), leaves, compiled, tuple(donated), called if own else None)
 
 
 def _name(fn: Any) -> str:
@@ -172,11 +174,6 @@ def under(mesh: Any) -> Iterator[None]:
 # -------------------- meshes
 
 
-def _shaped(mesh: Any) -> Any:
-    """Return what has sizes by axis name: a Mesh, an AbstractMesh, or a mapping of sizes."""
-    return mesh if isinstance(mesh, Mapping) or isinstance(getattr(mesh, "shape", None), Mapping) else None
-
-
 def _first(meshes: Iterable[Any]) -> Any:
     found = [mesh for mesh in meshes if mesh is not None and getattr(mesh, "axis_names", mesh)]
     return next((mesh for mesh in found if isinstance(mesh, Mesh)), found[0] if found else None)
@@ -187,8 +184,7 @@ def meshes_of_jaxpr(jaxpr: Any) -> Iterator[Any]:
     for equation in () if jaxpr is None else equations(jaxpr):
         for name, value in equation.params.items():
             mesh = getattr(value, "mesh", value)
-            around = name == "ctx_mesh"  # what surrounded the call
-            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names and not around:
+            if isinstance(mesh, Mesh | AbstractMesh) and mesh.axis_names and name != "ctx_mesh":  # around the call
                 yield mesh
 
 

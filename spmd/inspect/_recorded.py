@@ -43,10 +43,7 @@ class Recording(Domain):
     def context(self) -> None:
         return None
 
-    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return self.keep(eqn, super().equation(eqn, operands))
-
-    def keep(self, eqn: Equation, outs: Sequence[Any]) -> Sequence[Any]:
+    def keep(self, eqn: Equation, operands: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
         self.made[self.path, id(eqn)] = self.shown(outs)
         return outs
 
@@ -59,18 +56,12 @@ class Recording(Domain):
         return values
 
 
-def _kept(rule: Rule) -> Rule:
-    return lambda walk, eqn, operands: walk.keep(eqn, rule(walk, eqn, operands))
-
-
 class States(Recording, Dataflow):
     """The pass itself. Outside of every body a value is global; then what it was in the body that it left is kept."""
 
-    rules: ClassVar[Mapping[str, Rule]] = {name: _kept(rule) for name, rule in Dataflow.rules.items()}
-
-    def keep(self, eqn: Equation, outs: Sequence[Any]) -> Sequence[Any]:
+    def keep(self, eqn: Equation, operands: Sequence[Any], outs: Sequence[Any]) -> Sequence[Any]:
         """Outside of every body, JAX's types say how values lie on Explicit axes."""
-        super().keep(eqn, outs)
+        super().keep(eqn, operands, outs)
         if not self.active and any(map(_compat.is_typed, eqn.outvars)):
             made = self.made[self.path, id(eqn)]
             self.made[self.path, id(eqn)] = [typed(v.aval) or one for v, one in zip(eqn.outvars, made, strict=True)]
@@ -91,9 +82,7 @@ class Names(Recording):
     rules of the primitives send the dimension. A name is only shown where the whole dimension still has its size.
     """
 
-    rules: ClassVar[Mapping[str, Rule]] = {
-        "spmd_layout": _kept(lambda walk, eqn, operands: walk.marked(eqn, *operands))
-    }
+    rules: ClassVar[Mapping[str, Rule]] = {"spmd_layout": lambda walk, eqn, operands: walk.marked(eqn, *operands)}
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         super().__init__()
@@ -125,9 +114,13 @@ class Names(Recording):
 
     def marked(self, eqn: Equation, given: Labels) -> list[Labels]:
         """A string names the dimensions of a value; what `...` stands for keeps its names."""
-        return [self.named(eqn.params["layout"], given, shape_of(eqn.outvars[0]), eqn.params.get("mapped", ()))]
+        mapped = eqn.params.get("mapped", ())
+        return [self.named(eqn.params["layout"], given, shape_of(eqn.outvars[0]), self.sizes, mapped)]
 
-    def named(self, layout: Layout, given: Labels, shape: Sequence[int], mapped: Sequence[int] = ()) -> Labels:
+    def named(
+        self, layout: Layout, given: Labels, shape: Sequence[int], sizes: Mapping[str, int], mapped: Sequence[int] = ()
+    ) -> Labels:
+        """The names that a layout gives to a block, or where `sizes` are none, to a whole array."""
         claim = claim_of(layout)
         places = claim.at(len(shape), mapped)
         found = list(given)
@@ -138,7 +131,7 @@ class Names(Recording):
                 continue
             whole = shape[place]
             for axis in axes[0]:
-                whole *= self.sizes.get(axis, 1)
+                whole *= sizes.get(axis, 1)
             found[place] = ((atoms[0].name, whole),) if atoms[0].named else ()
         return tuple(found)
 
@@ -159,7 +152,7 @@ class Names(Recording):
         entering = list(operands)
         body = opened(part.jaxpr)[0]
         for i, leaf in arguments_of(eqn, kernel_around(self.callers)).items():
-            entering[i] = self.named(leaf.layout, entering[i], shape_of(body.invars[i]))
+            entering[i] = self.named(leaf.layout, entering[i], shape_of(body.invars[i]), self.sizes)
         return self.run(eqn, part, entering)
 
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from spmd._text import fields_of
 from spmd.accelerators import Hardware
 from spmd.checker._tables import Table
 from spmd.inspect._collectives import counts_by_kind
-from spmd.inspect._reports import fields_of
 
 # --- what a program spends where devices take branches of their own: which of them run together, and who waits --------
 

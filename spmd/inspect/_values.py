@@ -245,9 +245,3 @@ def memory_of(eqn: Equation, ins: Sequence[float], outs: Sequence[float]) -> flo
     if name.startswith("scatter"):
         return 2 * ins[-1]
     return 0
-
-
-def writes_results(eqn: Equation) -> bool:
-    """Return whether an equation with memory traffic writes its results whole, so that what follows can be fused into
-    it."""
-    return not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice"))

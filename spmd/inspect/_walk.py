@@ -25,7 +25,7 @@ from spmd.inspect._collectives import axes_of_pairs
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 from spmd.inspect._records import Turns, Work, Written
 from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
-from spmd.language import Layout, axes_product, axes_tuple, mesh_text
+from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 
 _KINDS = {primitive: kind for kind, primitives in records.PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
@@ -270,12 +270,8 @@ class Walk(Domain):
         target = of_sharding(eqn.params["sharding"], len(shape_of(result)), self.sizes)
         self._want(value, target)
         names = [name for _, name in reversed(self._names(eqn)) if isinstance(name, LayoutName)]
-        text, layout = (
-            _call_around(self._names(eqn)) or "sharding_constraint",
-            places.text_of(target) or "unconstrained",
-        )
-        if names:
-            text, layout = names[0], names[0].layout.short
+        text = names[0] if names else _call_around(self._names(eqn)) or "sharding_constraint"
+        layout = names[0].layout.short if names else places.text_of(target) or "unconstrained"
         asked = records.Constraint(text, layout, shape_of(result), self.site.times, self._line(eqn))
         self._found["constraints"][len(self._found["constraints"])] = asked
         return [Value(target, buffers=value.buffers, chain=value.chain, inside=value.inside)]
@@ -306,11 +302,7 @@ class Walk(Domain):
     # --- collectives and work -----------------------------------------------------------------------------
 
     def _collective(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
-        self._note(eqn)
-        return self._moves(eqn, operands)
-
-    def _note(self, eqn: Equation) -> None:
-        """Note a collective, unless it is one of a single device."""
+        """A collective, noted unless it is one of a single device."""
         site, sizes = self.site, self.site.manual
         axes = tuple(a for a in self.sizes if a in axes_of(eqn) and sizes.get(a, 1) > 1)
         if "perm" in eqn.params:  # those that its pairs differ along, as in the compiled program
@@ -318,7 +310,7 @@ class Walk(Domain):
         groups = eqn.params.get("axis_index_groups")
         devices = len(groups[0]) if groups else axes_product(axes, sizes)
         if devices == 1 or not site.times:  # a ring of two devices has a loop of no rounds
-            return
+            return self._moves(eqn, operands)
         names = self._names(eqn)
         primitive: str = eqn.primitive.name
         kind = _KINDS.get(primitive, primitive)
@@ -348,6 +340,7 @@ class Walk(Domain):
                 shape=shape_of(operand),
                 primitive=primitive,
             )
+        return self._moves(eqn, operands)
 
     @property
     def _share(self) -> float:
@@ -377,7 +370,9 @@ class Walk(Domain):
         traffic = _values.memory_of(eqn, self._sizes(eqn.invars, operands), self._sizes(eqn.outvars, outs))
         if traffic:
             self._work.traffic[inside] += traffic * self.site.times
-            return self._stand(eqn.outvars, outs, open=_values.writes_results(eqn))
+            # what writes its results whole may have what follows fused into it
+            whole = not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice"))
+            return self._stand(eqn.outvars, outs, open=whole)
         if eqn.primitive.name in _values.WINDOWS:  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
         buffers, chain = _values.chained(eqn, operands)
@@ -483,8 +478,7 @@ class Walk(Domain):
             return ""
         kernels = {a for spec in specs for entry in spec for a in axes_tuple(entry)}
         lost = [axis for axes in place for axis in axes if axis not in kernels]
-        name = f'"{lost[0]}"' if len(lost) == 1 else "({})".format(", ".join(f'"{axis}"' for axis in lost))
-        return f"jax.vmap(..., spmd_axis_name={name}) keeps a mapped dimension divided" if lost else ""
+        return f"jax.vmap(..., spmd_axis_name={axes_code(lost)}) keeps a mapped dimension divided" if lost else ""
 
 
 Walk.rules = {

@@ -1,20 +1,25 @@
-"""What a program's own text says it communicates, read off its jaxpr: no device, no compiler."""
+"""What a program's own text says that it sends, needs and takes: no device, no compiler."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.walker import opened
+from spmd._text import fields_of
 from spmd._trees.leaves import is_array
+from spmd.accelerators import Hardware
+from spmd.inspect._collectives import axes_text
+from spmd.inspect._match import Communication
 from spmd.inspect._peak import Peak
 from spmd.inspect._program import ANYWHERE, Program, is_input, local_count, names_of_inputs, of_sharding
-from spmd.inspect._records import Written
+from spmd.inspect._records import Price, Written, price
 from spmd.inspect._values import Value, size_bytes
 from spmd.inspect._walk import Walk
 
@@ -85,3 +90,171 @@ def _bytes(aval: Any, place: Any, sizes: Mapping[str, int]) -> int:
     shape = tuple(getattr(aval, "shape", ()))
     whole = size_bytes(aval)
     return whole * local_count(shape, place, sizes) // max(math.prod(shape), 1)
+
+
+# --- bounds on the memory and the time of a program, from a few numbers of the machine --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+      arguments: The arguments.
+      outputs: The results.
+      temporaries: What the compiled program needs besides; None without devices.
+      aliased: The part of `outputs` that lies in donated arguments.
+      code: The compiled program itself.
+      estimated: What `temporaries` are by the trace alone, if each `spmd.fused` is one kernel; None without a written
+        view.
+      opened: The same if none is, as on CPUs, and on GPUs where attention is not an implementation of theirs.
+      unfused: The same if no elementwise chain is fused either, and nothing is written where an operand lay.
+    """
+
+    arguments: int
+    outputs: int
+    temporaries: int | None = None
+    aliased: int = 0
+    code: int = 0
+    estimated: int | None = None
+    opened: int | None = None
+    unfused: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Bytes that one call needs: arguments, outputs and temporaries. What is donated counts once.
+
+        The temporaries are one allocation, made at the start, so this is the peak. Without them it is a lower bound.
+        """
+        return self._with(self.temporaries)
+
+    @property
+    def peak(self) -> int:
+        """`total` as the trace alone says it, whether or not the program was compiled."""
+        return self._with(self.estimated)
+
+    @property
+    def cautious(self) -> int:
+        """`peak` if nothing is fused, nor anything written where an operand lay, or a tenth above that without kernels.
+
+        `spmd.fused` is no kernel here. It is the larger of both, and not a bound. For programs of a transformer the
+        estimate without kernels was at most 10 % below the figure of the compiler for CPUs. It was at most 8 % below
+        that for H100s in bfloat16, and up to 29 % in float32, where attention writes its scores.
+        """
+        return max(
+            self._with(self.unfused),
+            math.ceil(1.1 * self._with(self.estimated if self.opened is None else self.opened)),
+        )
+
+    def _with(self, temporaries: int | None) -> int:
+        return self.arguments + self.outputs - self.aliased + (temporaries or 0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return fields_of(self, *self.__slots__, "total", "peak", "cautious")
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Estimated seconds of one call on one device of `hardware`.
+
+    The model: floating-point work at the dtype's peak, memory traffic at full bandwidth, collectives one after
+    another, each as `Hardware.collective_seconds` says. A program takes between `overlapped`, the largest of the three,
+    and `serial`, their sum. Both assume peaks: slower kernels and stragglers are not in them.
+
+    Of a `cond` the dearest branch counts. Where its index is a known integer on each device, and in each round of the
+    scans around it, each round takes as long as the dearest branch that runs on some device. The others wait: such are
+    the ticks of a pipeline.
+
+    Attributes:
+      compute: Seconds of matrix products and convolutions.
+      memory: Seconds of reading and writing the device's memory.
+      communication: Seconds of collectives.
+      by_axis: `communication` by mesh axes, as a layout writes them: `{"tp": ..., "dp/tp": ...}`.
+      flops: Floating-point operations of one device, all dtypes together.
+      hardware: The name of the machine.
+      kernels: What counts as one kernel, by the names that `spmd.fused` was given: what is inside is neither read nor
+        written.
+      idle: The part of `serial` in which a device waits for others that run a dearer branch, as the mean over the
+        devices.
+    """
+
+    compute: float
+    memory: float
+    communication: float
+    by_axis: Mapping[str, float]
+    flops: float
+    hardware: str
+    idle: float = 0.0
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def serial(self) -> float:
+        """Seconds if nothing overlaps: the sum of the three."""
+        return self.compute + self.memory + self.communication
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds if everything overlaps: the largest of the three."""
+        return max(self.compute, self.memory, self.communication)
+
+    @property
+    def bound(self) -> str:
+        """Return what takes longest: "compute", "memory" or "communication"."""
+        return max(("compute", "memory", "communication"), key=lambda name: getattr(self, name))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, for JSON."""
+        return fields_of(self, *self.__slots__, "serial", "overlapped", "bound")
+
+
+def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) -> float:
+    """Seconds that a collective takes in one call of the program."""
+    if not one.compiled or all(c.kind == one.kind and c.axes == one.axes for c in one.compiled):
+        return one.ran * hardware.collective_seconds(one.kind, one.bytes, one.axes, mesh)
+    return sum(hardware.collective_seconds(c.kind, c.bytes, c.axes, mesh) * c.count for c in one.compiled)
+
+
+def priced(
+    written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
+) -> Price:
+    """Return what a program takes, and how often each of its collectives counts."""
+    each = [seconds_of(one, hardware, mesh) / (one.count or 1) for one in collectives]
+    found = price(written.work, hardware, each)
+    added = {i: float(collectives[i].count) for i in range(len(written.collectives), len(collectives))}
+    more = sum(each[i] * n for i, n in added.items())  # those that nobody wrote
+    times = {**found.times, **added}
+    return Price(found.compute, found.memory, found.communication + more, times, found.busy + more)
+
+
+def estimate(
+    written: Written, collectives: Sequence[Communication], hardware: Hardware, mesh: Mapping[str, int]
+) -> Time:
+    """The time of a program whose written view is known."""
+    found = priced(written, collectives, hardware, mesh)
+    by_axis: dict[str, float] = {}
+    for i, one in enumerate(collectives):
+        name, times = axes_text(one.axes), found.times.get(i, 0.0) / (one.count or 1)
+        by_axis[name] = by_axis.get(name, 0.0) + seconds_of(one, hardware, mesh) * times
+    return Time(
+        compute=found.compute,
+        memory=found.memory,
+        communication=sum(by_axis.values()),
+        by_axis=by_axis,
+        flops=sum(written.flops.values()),
+        hardware=hardware.name,
+        idle=max(0.0, 1 - found.busy / found.seconds) if found.seconds else 0.0,
+        kernels=tuple(written.left_out),
+    )
+
+
+def memory_of(written: Written | None, compiled: Any) -> Memory | None:
+    """The memory of a compiled program, or what is known without one."""
+    stats = None if compiled is None else compiled.memory_analysis()
+    traced = () if written is None else (written.standing_bytes, written.opened_bytes, written.unfused_bytes)
+    if stats is not None:
+        planned = ["argument", "output", "temp", "alias", "generated_code"]
+        return Memory(*(getattr(stats, f"{name}_size_in_bytes") for name in planned), *traced)
+    if written is None:
+        return None
+    return Memory(written.arguments_bytes, written.outputs_bytes, None, written.donated_bytes, 0, *traced)

@@ -19,7 +19,7 @@ from spmd.errors import Fault, MeshError, ModeError, PlacementError, VmapWarning
 from spmd.kernels._outputs import Unequal
 from spmd.kernels._plan import Plan, trial_of, typed
 from spmd.kernels._signature import without
-from spmd.language import Layout, axes_product, axes_tuple, mesh_text
+from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
 from spmd.modes import Frame, current_frame, inside_kernel, no_frame
 
@@ -55,7 +55,11 @@ def _elsewhere(plan: Plan, leaf: Any, layout: Layout) -> str:
     if not isinstance(value, jax.Array):
         return f"{'an array of the host' if np.ndim(value) else f'a {type(value).__name__}'}, not placed"
     wanted = _around(plan.spec(layout, value.ndim - len(dims)), layout, value, dims)
-    return _unlike(value, NamedSharding(plan.mesh, wanted), plan.left)
+    here = value.sharding
+    if plan.left and isinstance(here, NamedSharding):
+        here = NamedSharding(here.mesh, without(here.spec, value.ndim, plan.left))
+    same = here.is_equivalent_to(NamedSharding(plan.mesh, wanted), value.ndim)
+    return "" if same else str(getattr(here, "spec", here))
 
 
 def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
@@ -66,13 +70,6 @@ def _around(spec: P, layout: Layout, value: Any, dims: Sequence[int]) -> P:
     for dim in sorted(dims):
         entries.insert(dim, tuple(axis for axis in _axes(value, dim) if axis not in layout.axes) or None)
     return P(*entries)
-
-
-def _unlike(array: Any, wanted: NamedSharding, left: Sequence[str] = ()) -> str:
-    here = array.sharding
-    if left and isinstance(here, NamedSharding):
-        here = NamedSharding(here.mesh, without(here.spec, array.ndim, left))
-    return "" if here.is_equivalent_to(wanted, array.ndim) else str(getattr(here, "spec", here))
 
 
 def _axes(array: Any, dim: int) -> tuple[str, ...]:
@@ -111,13 +108,12 @@ def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -
             got.append(f"{spec.path}: the mapped dimension is divided over {', '.join(axes)}")
     if not lost:
         return
-    name = f'"{lost[0]}"' if len(lost) == 1 else str(tuple(lost)).replace("'", '"')
     rule = "jax.vmap gathers the dimension that it maps, unless it is told the mesh axes that divide it."
     shown: dict[str, Any] = {"call": plan.signature.text, "got": got}
     if max(len(_compat.mapped(leaf)[1]) for leaf in leaves) > 1:  # JAX fails on one around another vmap
-        shown["advice"] = f"jax.vmap(fn, spmd_axis_name={name}), and the innermost vmap over that dimension"
+        shown["advice"] = f"jax.vmap(fn, spmd_axis_name={axes_code(lost)}), and the innermost vmap over that dimension"
     else:
-        shown["fix"] = f"jax.vmap(fn, spmd_axis_name={name})"
+        shown["fix"] = f"jax.vmap(fn, spmd_axis_name={axes_code(lost)})"
     if strict:
         raise PlacementError(f'{rule[:-1]}, and boundary="error" forbids moving it.', **shown)
     warn(str(Fault(rule, **shown)), VmapWarning)

@@ -430,27 +430,17 @@ def kernel(
             advice='as in @spmd.kernel("b/dp d -> b/dp d", mesh=mesh)',
         )
 
+    rules = {"mapping": mapping, "arg_mapping": arg_mapping, "axes": axes, "sizes": sizes}
+    names = {"static": static, "donate": donate, "auto": auto, "check": check}
+
     def decorate(fn: Callable[P, R]) -> Kernel[P, R]:
         if not callable(fn):
             raise LayoutError(f"a kernel's body is a function, not {kind_of(fn)}.", call=f'kernel("{pattern}")')
         try:
-            signature = read(
-                fn,
-                pattern,
-                in_layouts,
-                out_layouts,
-                mapping=mapping,
-                arg_mapping=arg_mapping,
-                axes=axes,
-                sizes=sizes,
-                static=static,
-                donate=donate,
-                auto=auto,
-            )
+            signature = read(fn, pattern, in_layouts, out_layouts, **rules, **names)
         except LayoutError as error:
             shorten(error)
             raise
-        signature.check = check
         return Kernel(signature, mesh, boundary)
 
     return decorate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from spmd.checker import early, line_of
 from spmd.comm._lax import to_reduced
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
-from spmd.kernels._signature import Signature, bind_sizes
+from spmd.kernels._signature import Signature
 from spmd.language import Layout, verb_for, with_axes_of
 from spmd.modes import Frame
 
@@ -57,7 +58,8 @@ class Outputs:
 
     def shardings(self, mesh: Any) -> Any:
         """The same as shardings, in the structure of the declaration; None where only a trace tells them."""
-        told = all(x is None or (isinstance(x, Layout) and not _rank_matters(x)) for x in self._prefix_leaves)
+        ranked = lambda x: any(dim.axes for dim in x.dims[len(_entries(x)) :])  # behind `...` the rank decides where
+        told = all(x is None or (isinstance(x, Layout) and not ranked(x)) for x in self._prefix_leaves)
         lie = lambda x: None if x is None else NamedSharding(mesh, P(*_entries(x)))
         return jax.tree.map(lie, self.tree, is_leaf=_is_layout) if told else None
 
@@ -86,8 +88,7 @@ class Outputs:
             arrays.append(_as_array(own, path, signature, leaf))
             shapes.append((path, arrays[-1].shape, self.layouts[-1]))
         self._check_tags(arrays, signature)  # first: a wrong axis explains a wrong size, not the reverse
-        source = signature.source if signature.written else None
-        bind_sizes(signature.text, source, shapes, dict(frame.sizes), local=local, known=frame.known)
+        signature.sized(shapes, dict(frame.sizes), local=local, known=frame.known)
         marked = []
         for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
             marked.append(mark(x, layout, f"{path} of {signature.text}", role="output", frame=frame, name=path))
@@ -205,23 +206,9 @@ def _check_count(signature: Signature, out: Any) -> None:
         )
 
 
-def _rank_matters(layout: Layout) -> bool:
-    """Return whether a divided dimension stands behind `...`, so that its position depends on the rank."""
-    seen = False
-    for dim in layout.dims:
-        seen |= dim.ellipsis
-        if seen and dim.axes:
-            return True
-    return False
-
-
 def _entries(layout: Layout) -> list[Any]:
-    entries: list[Any] = []
-    for dim in layout.dims:
-        if dim.ellipsis:
-            break
-        entries.append(dim.axes or None)
-    return entries
+    """The axes of each dimension before `...`."""
+    return [dim.axes or None for dim in itertools.takewhile(lambda dim: not dim.ellipsis, layout.dims)]
 
 
 def _as_array(x: Any, path: str, signature: Signature, shown: Any) -> Any:

@@ -29,7 +29,7 @@ from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
-from spmd.kernels._signature import Signature, bind_sizes
+from spmd.kernels._signature import Signature
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
@@ -247,8 +247,7 @@ class Plan:
         if key not in self._frames:
             known = {name: Size(size, f"the keyword {name}={size}") for name, size in signature.sizes}
             arrays = list(zip(self.paths, shapes, self.layouts, strict=True))
-            source = signature.source if signature.written else None
-            bound = bind_sizes(signature.text, source, arrays, self.sizes, local=local, known=known)
+            bound = signature.sized(arrays, self.sizes, local=local, known=known)
             own: dict[str, Any] = {
                 "mode": self.mode,
                 "mesh": self.mesh,
@@ -390,7 +389,11 @@ class Plan:
 
     def _reference(self, *leaves: Any) -> Any:
         frame = self.frame(leaves)
-        with _context_of(leaves):
+        meshes = (
+            jax.typeof(x).sharding.mesh for x in leaves
+        )  # of Explicit types, even if another one surrounds the call
+        mesh = next((one for one in meshes if not one.empty), None)
+        with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
             return self.outputs.build(self.run(frame, [_gathered(x) for x in leaves], local=False))
 
 
@@ -405,13 +408,6 @@ def _gathered(x: Any) -> Any:
     """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
     known = jax.typeof(x).sharding
     return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
-
-
-def _context_of(leaves: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of the arrays' Explicit types, even if another mesh surrounds the call."""
-    meshes = (jax.typeof(x).sharding.mesh for x in leaves)
-    mesh = next((m for m in meshes if not m.empty), None)
-    return contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh)
 
 
 # --- trial -------------------------------------------------------------------------------------------------------

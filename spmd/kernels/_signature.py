@@ -43,7 +43,6 @@ class Signature:
       params: Names of the arguments, in call order.
       layouts: A prefix tree of layouts for each argument that is not static.
       outputs: The prefix tree of the results.
-      single: Whether the body returns one value (not a tuple of one).
       static: Names of static arguments.
       donate: Names of donated arguments.
       written: Whether `source` is a pattern, into which the spans of the layouts point.
@@ -57,7 +56,6 @@ class Signature:
     params: tuple[str, ...]
     layouts: dict[str, Any]
     outputs: Any
-    single: bool
     static: tuple[str, ...]
     donate: tuple[str, ...]
     mapping: AxisMapping | None
@@ -92,6 +90,44 @@ class Signature:
     ) -> NoReturn:
         shown = {"call": self.text, "source": self.source, "span": span}
         raise error(rule, **shown, got=list(got), fix=fix, advice=advice)
+
+    def sized(
+        self,
+        arrays: Sequence[tuple[str, tuple[int, ...], Layout]],
+        mesh: Mapping[str, int],
+        *,
+        local: bool,
+        known: Mapping[str, Size],
+    ) -> dict[str, Size]:
+        """Global sizes of all names, each with the argument that bound it.
+
+        Args:
+          arrays: The path, the shape and the layout of each array.
+          mesh: Sizes of the mesh axes.
+          local: Whether the shapes are those of shards.
+          known: Names bound before.
+
+        Raises:
+          SizeError: With all contradictions and all indivisible dimensions.
+          LayoutError: If a rank does not fit.
+        """
+        bound = bind(arrays, mesh, known=known, local=local)
+        if not bound.faults:
+            return bound.sizes
+        source = self.source if self.written else None  # into which the spans of the layouts point
+        rule = f"the {'results' if local else 'arguments'} do not fit the signature."
+        fault = as_fault(bound.faults, mesh, rule, call=self.text, source=source)
+        start, end = fault.span or (0, 0)
+        span = (start, end) if 0 <= start < end <= len(source or "") else None
+        twice = [one.name for one in bound.faults if isinstance(one, Unequal) and not one.blocks]
+        error = LayoutError if any(isinstance(one, WrongRank) for one in bound.faults) else SizeError
+        unspaced = [isinstance(one, WrongRank) and one.advice for one in bound.faults]
+        fix, advice = spaced(source) if all(unspaced) else None, fault.advice or another_name(twice)
+        if advice is None and local and any(isinstance(one, NotProduct) for one in bound.faults):
+            advice = "what the body reshapes is each device's own block: gather what is divided first"
+        if advice is None and any(layout.is_scalar and shape == (2,) for _, shape, layout in arrays):
+            advice = "a key of jax.random.PRNGKey has shape (2,), and that of jax.random.key(seed) is a scalar"
+        raise error(replace(fault, span=span, fix=fix, advice=advice))
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments in parameter order, defaults filled in."""
@@ -156,7 +192,8 @@ def read(
     sizes: Mapping[str, int],
     static: Sequence[str],
     donate: Sequence[str],
-    auto: str | Sequence[str] = (),
+    auto: str | Sequence[str],
+    check: str,
 ) -> Signature:
     """Read the declaration of a kernel and check it against the parameters of `fn`."""
     python = _python_signature(fn)
@@ -170,11 +207,10 @@ def read(
     pattern = _pattern(pattern, fn, in_layouts, out_layouts)
     if pattern is not None:
         inputs: Any = () if pattern.empty_left else pattern.inputs
-        single = len(pattern.outputs) == 1
-        outputs: Any = pattern.outputs[0] if single else pattern.outputs
+        outputs: Any = pattern.outputs[0] if len(pattern.outputs) == 1 else pattern.outputs
         source = pattern.source
     else:
-        inputs, outputs, single = in_layouts, out_layouts, not isinstance(out_layouts, tuple)
+        inputs, outputs = in_layouts, out_layouts
         source = f"in_layouts={_short(in_layouts)}, out_layouts={_short(out_layouts)}"
     signature = Signature(
         fn,
@@ -182,7 +218,6 @@ def read(
         (),
         {},
         _as_layouts(outputs),
-        single,
         static,
         donate,
         mapping=None if mapping is None else AxisMapping.of(mapping),
@@ -193,6 +228,7 @@ def read(
         shared_mapping=mapping is None or isinstance(mapping, AxisMapping),
         python=python,
         written=pattern is not None,
+        check=check,
     )
     signature.params = _parameters(signature, inputs)
     _check_names(signature)
@@ -349,50 +385,6 @@ def _check_names(signature: Signature) -> None:
                     f"{signature.name}{did_you_mean(name, signature.params) or '.'}"
                 )
                 signature.fail(rule, got=[f"arguments: {', '.join(signature.params)}"])
-
-
-# --- binds the names of a signature to global sizes, and reports all that does not fit at once ------------------------
-
-
-def bind_sizes(
-    text: str,
-    source: str | None,
-    leaves: Sequence[tuple[str, tuple[int, ...], Layout]],
-    mesh_sizes: Mapping[str, int],
-    *,
-    local: bool = False,
-    known: Mapping[str, Size] | None = None,
-) -> dict[str, Size]:
-    """Global sizes of all names, each with the argument that bound it.
-
-    Args:
-      text: The kernel, for messages.
-      source: Its pattern, into which the spans of the layouts point; None where there is none.
-      leaves: `(path, shape, layout)` of each array.
-      mesh_sizes: Sizes of the mesh axes.
-      local: Whether the shapes are those of shards.
-      known: Names bound before.
-
-    Raises:
-      SizeError: With all contradictions and all indivisible dimensions.
-      LayoutError: If a rank does not fit.
-    """
-    what = "results" if local else "arguments"
-    bound = bind(leaves, mesh_sizes, known=known, local=local)
-    if not bound.faults:
-        return bound.sizes
-    fault = as_fault(bound.faults, mesh_sizes, f"the {what} do not fit the signature.", call=text, source=source)
-    start, end = fault.span or (0, 0)
-    span = (start, end) if 0 <= start < end <= len(source or "") else None
-    twice = [one.name for one in bound.faults if isinstance(one, Unequal) and not one.blocks]
-    error = LayoutError if any(isinstance(one, WrongRank) for one in bound.faults) else SizeError
-    unspaced = [isinstance(one, WrongRank) and one.advice for one in bound.faults]
-    fix, advice = spaced(source) if all(unspaced) else None, fault.advice or another_name(twice)
-    if advice is None and local and any(isinstance(one, NotProduct) for one in bound.faults):
-        advice = "what the body reshapes is each device's own block: gather what is divided first"
-    if advice is None and any(layout.is_scalar and shape == (2,) for _, shape, layout in leaves):
-        advice = "a key of jax.random.PRNGKey has shape (2,), and that of jax.random.key(seed) is a scalar"
-    raise error(replace(fault, span=span, fix=fix, advice=advice))
 
 
 def spaced(source: str | None) -> str | None:

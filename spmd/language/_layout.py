@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING, Any, final
 from spmd import _compat
 from spmd.errors import LayoutError, MeshError, SizeError, did_you_mean
 from spmd.language._parse import Parser
-from spmd.language._rules import Axes, axes_of_rule, place, rule_text
-from spmd.language._sizes import Size, WrongRank, as_fault, axes_product, bind, mesh_text, written_out
-from spmd.language._syntax import Atom, Dim, Value, check_form, check_rules, fault, normal, with_call
+from spmd.language._sizes import Size, WrongRank, as_fault, axes_product, axes_tuple, bind, mesh_text, written_out
+from spmd.language._syntax import (
+    Atom,
+    Axes,
+    Dim,
+    Value,
+    axes_of_rule,
+    check_form,
+    check_rules,
+    fault,
+    normal,
+    place,
+    rule_text,
+    with_call,
+)
 
 if TYPE_CHECKING:
     from jax.sharding import NamedSharding, PartitionSpec
@@ -365,7 +377,7 @@ class Layout(Value):
         return f"Layout({str(self)!r})"
 
     def _repr_html_(self) -> str:
-        return of_layout(self)
+        return html_page(str(self), [Table(_rows(self), _HEAD)])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return make, (self.dims, self.unreduced, self.reduced, self.source)
@@ -582,7 +594,8 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         return len(self._rules)
 
     def _repr_html_(self) -> str:
-        return of_mapping(self._rules)
+        rows = [(name, _over(axes) if axes else "whole") for name, axes in self._rules.items()]
+        return html_page("AxisMapping", [Table(rows, _HEAD)] if rows else [], empty="" if rows else "no rules")
 
     def __repr__(self) -> str:
         return f"AxisMapping({{{', '.join(rule_text(*rule) for rule in self._rules.items())}}})"
@@ -670,7 +683,7 @@ def _bound(axis: str, value: Axes) -> tuple[str, ...]:
 
 def _read(array: Any, names: Layout) -> Layout:
     """The layout of an array, in given names; see Layout.of."""
-    from jax.sharding import NamedSharding
+    from jax.sharding import NamedSharding, PartitionSpec
 
     call = f'Layout.of(x, "{names}")'
     shape = tuple(getattr(array, "shape", ()))
@@ -689,10 +702,12 @@ def _read(array: Any, names: Layout) -> Layout:
         rule = "Only an array with a NamedSharding has a layout; this one is divided otherwise."
         raise LayoutError(rule, call=call, got=[f"a {type(sharding).__name__}"])
     spec = sharding.spec
-    entries = [_axes_of_entry(entry, call) for entry in _compat.partitions(spec, len(shape))]
+    entries = _compat.partitions(spec, len(shape))
+    if PartitionSpec.UNCONSTRAINED in entries:
+        raise LayoutError("A dimension that JAX left unconstrained has no layout.", call=call)
     placed = [
         replace(dim, atoms=(replace(dim.atoms[0], axes=axes), *dim.atoms[1:])) if axes else dim
-        for dim, axes in zip(dims.dims, entries, strict=True)
+        for dim, axes in zip(dims.dims, map(axes_tuple, entries), strict=True)
     ]
     return Layout.from_dims(placed, spec.unreduced, spec.reduced)
 
@@ -707,25 +722,10 @@ def _typed(array: Any, call: str) -> Any:
         raise LayoutError(f"Layout.of reads an array, and this is {kind}.", call=call) from None
 
 
-def _axes_of_entry(entry: Any, call: str) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    if isinstance(entry, str):
-        return (entry,)
-    if isinstance(entry, tuple):
-        return entry
-    raise LayoutError("A dimension that JAX left unconstrained has no layout.", call=call)
-
-
 # --- layouts, patterns and mappings as notebooks show them: tables that say in words what strings say in signs --------
 
 
 _HEAD = ("dimension", "lies")
-
-
-def of_layout(layout: Layout) -> str:
-    """One layout."""
-    return html_page(str(layout), [Table(_rows(layout), _HEAD)])
 
 
 def of_sides(text: str, sides: Iterable[tuple[str, Iterable[Layout]]]) -> str:
@@ -735,12 +735,6 @@ def of_sides(text: str, sides: Iterable[tuple[str, Iterable[Layout]]]) -> str:
         for layout in layouts:
             rows += [Row((f"{side}: {layout}",), "title"), *_rows(layout)]
     return html_page(text, [Table(rows, _HEAD)])
-
-
-def of_mapping(rules: Mapping[str, tuple[str, ...]]) -> str:
-    """A mapping."""
-    rows = [(name, _over(axes) if axes else "whole") for name, axes in rules.items()]
-    return html_page("AxisMapping", [Table(rows, _HEAD)] if rows else [], empty="" if rows else "no rules")
 
 
 def _rows(layout: Layout) -> list[tuple[str, str]]:

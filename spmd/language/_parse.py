@@ -14,8 +14,10 @@ import re
 from dataclasses import replace
 from typing import NoReturn
 
-from spmd.language._syntax import Atom, Dim, Parsed, Span, Token, check_rules, fault, fixed, normal, tokenize
+from spmd.errors import LayoutError
+from spmd.language._syntax import Atom, Dim, Parsed, Span, Token, check_rules, fault, fixed, normal, replaced, tokenize
 
+_COMMAS = "A mark lists names of mesh axes, separated by commas."
 _MAX_DIGITS = 18  # int() of thousands of digits is a ValueError in Python, and no array is that large
 
 
@@ -39,6 +41,11 @@ class Parser:
 
     def fixed(self, start: int, end: int, text: str) -> str:
         return fixed(self.source, start, end, text)
+
+    def wrong(self, rule: str, span: Span | None = None, text: str | None = None) -> LayoutError:
+        """Return what is wrong with a part of the string, by default the current token. `text` there mends it."""
+        start, end = span or self.token.span
+        return replaced(rule, self.source, start, end, text)
 
     def closed(self) -> str:
         """The whole string without spaces around its slashes."""
@@ -65,9 +72,9 @@ class Parser:
         """A string that is one layout."""
         parsed = self.layout()
         if self.token.kind == "->":
-            raise fault("A layout has no '->'; two layouts with an arrow between them are a Pattern.", self.token.span)
+            raise self.wrong("A layout has no '->'; two layouts with an arrow between them are a Pattern.")
         if self.token.kind == ",":
-            raise fault("A layout has no comma; several layouts make a Pattern.", self.token.span)
+            raise self.wrong("A layout has no comma; several layouts make a Pattern.")
         return parsed
 
     def pattern(self, arrow: bool) -> tuple[list[Parsed], list[Parsed], bool, bool]:
@@ -75,11 +82,8 @@ class Parser:
         left, empty_left = self.side()
         if not arrow:
             if self.token.kind == "->":
-                raise fault(
-                    "This takes the layout of its operands only, without '->'.",
-                    self.token.span,
-                    f'"{self.source[: self.token.start].strip()}"',
-                )
+                without = f'"{self.source[: self.token.start].strip()}"'
+                raise fault("This takes the layout of its operands only, without '->'.", self.token.span, without)
             return left, [], empty_left, True
         if self.token.kind != "->":
             have = self.source.strip()
@@ -91,18 +95,15 @@ class Parser:
         self.advance()
         right, empty_right = self.side()
         if self.token.kind == "->":
-            raise fault("A pattern has one '->', this is the second.", self.token.span)
+            raise self.wrong("A pattern has one '->', this is the second.")
         return left, right, empty_left, empty_right
 
     def side(self) -> tuple[list[Parsed], bool]:
         layouts: list[Parsed] = []
         while self.token.kind not in ("->", "end"):
             if self.token.kind == ",":
-                raise fault(
-                    "A layout is empty only when it is the whole side; a scalar among others is 'scalar'.",
-                    self.token.span,
-                    self.fixed(self.token.start, self.token.start, "scalar"),
-                )
+                rule = "A layout is empty only when it is the whole side; a scalar among others is 'scalar'."
+                raise fault(rule, self.token.span, self.fixed(self.token.start, self.token.start, "scalar"))
             layouts.append(self.layout())
             if self.token.kind != ",":
                 break
@@ -122,13 +123,9 @@ class Parser:
                 self.mark(marks, spans)
                 continue
             if self.index > first and self.touching and self.token.kind not in ("/", "+", ")", "]", "}", ":"):
-                raise fault(
-                    "Dimensions are separated by spaces.",
-                    self.token.span,
-                    self.spaced(),
-                )
+                raise fault("Dimensions are separated by spaces.", self.token.span, self.spaced())
             if marks:
-                raise fault("The marks {U:...} and {R:...} come after all dimensions.", self.token.span)
+                raise self.wrong("The marks {U:...} and {R:...} come after all dimensions.")
             dims.append(self.dim(first))
         unreduced, reduced = marks.get("U", ()), marks.get("R", ())
         check_rules(dims, unreduced, reduced, spans)
@@ -141,10 +138,8 @@ class Parser:
         if token.kind == "...":
             self.advance()
             if self.token.kind in ("/", "+") and self.touching:
-                raise fault(
-                    "The dimensions of '...' lie as the operand has them; they take no axis and no margin.",
-                    (token.start, self.token.end),
-                )
+                rule = "The dimensions of '...' lie as the operand has them; they take no axis and no margin."
+                raise self.wrong(rule, (token.start, self.token.end))
             return Dim((), ellipsis=True, span=token.span)
         if token.kind == "[":
             return self.bracket()
@@ -181,56 +176,42 @@ class Parser:
                 raise fault("A margin is a number beside a dimension, without spaces: '1+x/a+1'.", plus.span, fix)
             parts.append(self.core())
         span = (parts[0].span[0], parts[-1].span[1])
-        plain = [self.plain_int(part) for part in parts]
+        plain = [part.atoms[0].size if not part.composite and not part.axes else None for part in parts]
         at = 1 if len(parts) == 3 or (plain[0] is not None and plain[1] is None) else 0
         low, high = plain[0] if at else 0, plain[-1] if at + 1 < len(parts) else 0
         if len(parts) == 2 and None not in plain:
-            raise fault(
-                "Which of the two numbers is the margin? Name the dimension, or write both margins.",
-                span,
-                advice=f"'{parts[0].text}+{parts[1].text}+0' or '0+{parts[0].text}+{parts[1].text}'",
-            )
+            rule = "Which of the two numbers is the margin? Name the dimension, or write both margins."
+            sides = f"{parts[0].text}+{parts[1].text}"
+            raise fault(rule, span, advice=f"'{sides}+0' or '0+{sides}'")
         if len(parts) > 3 or low is None or high is None:
             raise fault("A dimension has at most one margin on each side, and a margin is a number: '1+x/a+1'.", span)
         return replace(parts[at], margin=(low, high), span=span)
 
-    @staticmethod
-    def plain_int(part: Dim) -> int | None:
-        return part.atoms[0].size if not part.composite and not part.axes else None
-
     def bracket(self) -> Dim:
         opening = self.advance()
         if self.token.kind == "]":
-            raise fault(
-                "Brackets hold the dimension that the operation works along: '[k]'.",
-                (opening.start, self.token.end),
-            )
+            rule = "Brackets hold the dimension that the operation works along: '[k]'."
+            raise self.wrong(rule, (opening.start, self.token.end))
         if self.token.kind in (",", "->", "end"):
             raise fault("This '[' is never closed.", opening.span)
         if self.token.kind not in ("name", "int", "("):
-            raise fault("Brackets hold one dimension: a name, a number or a '(h k)'.", self.token.span)
+            raise self.wrong("Brackets hold one dimension: a name, a number or a '(h k)'.")
         core = self.core()
         if self.token.kind in ("name", "int", "("):
-            raise fault(
-                "Brackets hold one dimension; give each its own.",
-                self.token.span,
-                self.fixed(core.span[1], self.token.start, "] ["),
-            )
+            between = self.fixed(core.span[1], self.token.start, "] [")
+            raise fault("Brackets hold one dimension; give each its own.", self.token.span, between)
         if self.token.kind == "+":
-            raise fault("A dimension in brackets has no margin.", self.token.span)
+            raise self.wrong("A dimension in brackets has no margin.")
         if self.token.kind != "]":
             raise fault("This '[' is never closed.", opening.span)
         closing = self.advance()
         if self.token.kind == "/" and self.touching:
-            inside = re.match(r"[/A-Za-z0-9_]+", self.source[closing.end :])
-            end = closing.end + (inside.end() if inside else 1)
-            raise fault(
-                "The mesh axis stands inside the brackets.",
-                (closing.end, end),
-                self.fixed(closing.start, end, self.source[closing.end : end] + "]"),
-            )
+            axes = re.match(r"[/A-Za-z0-9_]+", self.source[closing.end :])
+            end = closing.end + (axes.end() if axes else 1)
+            inside = self.fixed(closing.start, end, self.source[closing.end : end] + "]")
+            raise fault("The mesh axis stands inside the brackets.", (closing.end, end), inside)
         if self.token.kind == "+" and self.touching:
-            raise fault("A dimension in brackets has no margin.", self.token.span)
+            raise self.wrong("A dimension in brackets has no margin.")
         return replace(core, bracket=True, span=(opening.start, closing.end))
 
     def core(self) -> Dim:
@@ -248,7 +229,7 @@ class Parser:
         if token.text == "_":
             if axes == ():
                 rule = "An unnamed dimension is whole unless an axis divides it; '_' says so already."
-                raise fault(rule, span, self.fixed(*span, "_"))
+                raise self.wrong(rule, span, "_")
             axes = axes or ()
         return Dim((Atom(token.text, axes, None, span),), span=span)
 
@@ -282,10 +263,8 @@ class Parser:
             self.name(token)
             axes = self.axes(token)
             if axes == ():
-                raise fault(
-                    "A factor takes mesh axes only; '/1' stands after the whole of it: '(h k)/1'.",
-                    (token.start, self.end),
-                )
+                rule = "A factor takes mesh axes only; '/1' stands after the whole of it: '(h k)/1'."
+                raise self.wrong(rule, (token.start, self.end))
             atoms.append(Atom(token.text, axes, None, (token.start, self.end)))
         closing = self.advance()
         if not atoms:
@@ -315,8 +294,8 @@ class Parser:
         """`()`: a scalar in other notations."""
         before = self.tokens[self.tokens.index(opening) - 1].kind  # of the first: the end token
         alone = before in (",", "->", "end") and self.token.kind in (",", "->", "end")
-        fix = self.fixed(opening.start, closing.end, "scalar") if alone else None
-        raise fault("A scalar is written 'scalar', not '()'.", (opening.start, closing.end), fix)
+        span = (opening.start, closing.end)
+        raise self.wrong("A scalar is written 'scalar', not '()'.", span, "scalar" if alone else None)
 
     # mesh axes
 
@@ -329,12 +308,9 @@ class Parser:
             if token.kind not in ("name", "int") or not self.touching:
                 self.no_axis(slash, token)
             if token.kind == "int" and token.text != "1":
-                raise fault(
-                    "'/' takes the name of a mesh axis (or 1 for whole), not a number of devices.",
-                    token.span,
-                )
+                raise self.wrong("'/' takes the name of a mesh axis (or 1 for whole), not a number of devices.")
             if token.kind == "name" and not token.text.strip("_"):
-                raise fault("A mesh axis has a name with a letter in it.", token.span)
+                raise self.wrong("A mesh axis has a name with a letter in it.")
             found.append(self.advance().text)
             if token.kind == "int" and self.token.kind == "name" and self.touching:
                 raise fault("A name begins with a letter.", (token.start, self.token.end))
@@ -349,27 +325,16 @@ class Parser:
     def no_axis(self, slash: Token, token: Token) -> NoReturn:
         """Something other than a mesh axis after a slash."""
         if token.kind == "/" and self.touching:
-            raise fault(
-                "One '/' stands before each mesh axis.",
-                (slash.start, self.slashes(token)),
-                self.fixed(slash.start, self.slashes(token), "/"),
-            )
+            rest = self.source[token.start :]
+            end = token.start + len(rest) - len(rest.lstrip("/"))  # of the run of slashes
+            raise self.wrong("One '/' stands before each mesh axis.", (slash.start, end), "/")
         if token.kind == "{" and self.touching:
             self.braces(token, "/")
         if token.kind == "(" and self.touching:
             raise fault("Several mesh axes are written one after another: 'b/dp/fsdp'.", token.span)
         if token.kind in ("name", "int") and not self.touching:
-            raise fault(
-                "No space stands before or after '/'.",
-                (slash.start, token.start),
-                self.closed(),
-            )
+            raise fault("No space stands before or after '/'.", (slash.start, token.start), self.closed())
         raise fault("'/' takes the name of a mesh axis, or 1 for whole.", slash.span)
-
-    def slashes(self, token: Token) -> int:
-        """Return where a run of slashes ends."""
-        rest = self.source[token.start :]
-        return token.start + len(rest) - len(rest.lstrip("/"))
 
     def braces(self, opening: Token, before: str = "") -> NoReturn:
         """`{b}`, as left over from an f-string or str.format."""
@@ -393,25 +358,17 @@ class Parser:
         if kind.text not in ("U", "R"):
             better = kind.text.upper()
             fix = self.fixed(kind.start, kind.end, better) if better in ("U", "R") else None
-            raise fault(
-                "The marks are {U:axis}, a partial sum, and {R:axis}, reduced.",
-                (opening.start, kind.end),
-                fix,
-            )
+            raise fault("The marks are {U:axis}, a partial sum, and {R:axis}, reduced.", (opening.start, kind.end), fix)
         self.advance()
         if self.token.kind == "}" or (self.token.kind == ":" and self.tokens[self.index + 1].kind == "}"):
-            raise fault(f"A mark names its mesh axes: {{{kind.text}:axis}}.", (opening.start, self.token.end))
+            raise self.wrong(f"A mark names its mesh axes: {{{kind.text}:axis}}.", (opening.start, self.token.end))
         if self.token.kind != ":":
             raise fault(f"A mark is written {{{kind.text}:axis}}.", (opening.start, kind.end))
         self.advance()
         axes = self.mark_axes(opening, kind.text, spans)
         if kind.text in marks:
-            both = ",".join((*marks[kind.text], *axes))
-            raise fault(
-                f"A layout has one {{{kind.text}:...}}; it lists all its axes.",
-                (opening.start, self.end),
-                advice=f"{{{kind.text}:{both}}}",
-            )
+            rule, both = f"A layout has one {{{kind.text}:...}}; it lists all its axes.", (*marks[kind.text], *axes)
+            raise fault(rule, (opening.start, self.end), advice=f"{{{kind.text}:{','.join(both)}}}")
         marks[kind.text] = axes
 
     def mark_axes(self, opening: Token, kind: str, spans: dict[str, Span]) -> tuple[str, ...]:
@@ -421,23 +378,16 @@ class Parser:
             if token.kind in ("->", "end"):
                 raise fault("This '{' is never closed.", opening.span)
             if token.kind != "name" or not token.text.strip("_"):
-                raise fault("A mark lists names of mesh axes, separated by commas.", token.span)
+                raise self.wrong(_COMMAS)
             if token.text in axes:
-                raise fault(
-                    f"A mesh axis occurs once in a layout, but '{token.text}' is twice in {{{kind}:...}}.",
-                    token.span,
-                )
+                raise self.wrong(f"A mesh axis occurs once in a layout, but '{token.text}' is twice in {{{kind}:...}}.")
             axes[token.text] = None
             spans[token.text] = token.span
             self.advance()
             closing = self.token
             if closing.kind in ("name", "/"):
                 end = closing.end if closing.kind == "/" else closing.start
-                raise fault(
-                    "A mark lists names of mesh axes, separated by commas.",
-                    closing.span,
-                    self.fixed(token.end, end, ","),
-                )
+                raise fault(_COMMAS, closing.span, self.fixed(token.end, end, ","))
             if closing.kind not in (",", "}"):
                 raise fault("This '{' is never closed.", opening.span)
             self.advance()

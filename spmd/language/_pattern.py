@@ -10,8 +10,7 @@ from typing import Any, final
 from spmd.errors import LayoutError
 from spmd.language._layout import AxisMapping, Layout, make, of_sides
 from spmd.language._parse import Parser
-from spmd.language._rules import Axes
-from spmd.language._syntax import Value, with_call
+from spmd.language._syntax import Axes, Value, with_call
 
 
 @final

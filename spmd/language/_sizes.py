@@ -25,6 +25,11 @@ def axes_tuple(axes: str | Iterable[str] | None) -> tuple[str, ...]:
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
+def axes_code(axes: Sequence[str]) -> str:
+    """Mesh axes as Python has them: `"dp"`, `("dp", "tp")`."""
+    return f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes)).replace("'", '"')
+
+
 def axes_product(axes: Iterable[str], sizes: Mapping[str, int]) -> int:
     """Into how many blocks the axes divide."""
     total = 1

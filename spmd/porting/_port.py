@@ -21,6 +21,7 @@ from spmd.checker._numbers import compared, labelled, pulled
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
 from spmd.inspect._check import check
+from spmd.language import axes_code
 from spmd.porting._program import Body, Edit, File, Mapped, Site, Trace, X, loaded, opaques, sizes, starts, tree_of
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -182,7 +183,7 @@ class _Rewriting:
         """Each call of `shard_map` as one of `kernel`."""
         calls = list(self.file.mapped())
         for body in self.trace.bodies:
-            found = _call_of(body, calls)
+            found = self.trace.call(body) or (calls[0] if len(calls) == 1 else None)
             if found is None:
                 place = body.eqn.params["jaxpr"].debug_info.func_src_info
                 self.notes.append(f"the call of shard_map with {place} is not found in {self.file.path}, and stays")
@@ -197,17 +198,14 @@ class _Rewriting:
         start, end = self.file.span(found.call)
         parts: list[Any] = [f"spmd.kernel({words}"]
         if found.mesh is not None:
-            before, after = self._factored(body) if self.trace.factors else ("", "")
+            sizes = ", ".join(f"{axis}={size}" for axis, size in body.eqn.params["mesh"].shape.items())
+            made = (f"spmd.make_mesh({sizes}, devices=", _MADE)  # where axes have two in their place
+            before, after = made if self.trace.factors else ("", "")
             parts += [f", mesh={before}", self.file.span(found.mesh), after]
         if body.auto:
-            parts.append(f", auto={tuple(body.auto) if len(body.auto) > 1 else body.auto[0]!r}".replace("'", '"'))
+            parts.append(f", auto={axes_code(body.auto)}")
         parts.append(")")
         yield Edit(start, end, (*parts, *(["(", self.file.span(found.body), ")"] if found.body is not None else [])))
-
-    def _factored(self, body: Body) -> tuple[str, str]:
-        """Return what stands around the mesh where axes have two in their place."""
-        sizes = ", ".join(f"{axis}={size}" for axis, size in body.eqn.params["mesh"].shape.items())
-        return f"spmd.make_mesh({sizes}, devices=", _MADE
 
     def _layouts(self, body: Body, function: Any) -> str | None:
         """The pattern of a kernel, or its trees of layouts."""
@@ -326,16 +324,6 @@ class _Rewriting:
         changed = {id(one): one for one in (self.file.statement(edit.start) for edit in edits)}
         ordered = sorted(changed.values(), key=lambda one: one.lineno)
         return "\n\n\n".join(self.file.render(edits, self.file.first(one), self.file.span(one)[1]) for one in ordered)
-
-
-def _call_of(body: Body, calls: Sequence[Mapped]) -> Mapped | None:
-    """The call in the file that made a `shard_map`."""
-    _, line = body.place
-    for one in calls:
-        nodes = [] if one.function is None else [one.function, *getattr(one.function, "decorator_list", ())]
-        if line in {node.lineno for node in nodes}:
-            return one
-    return calls[0] if len(calls) == 1 else None
 
 
 def _written(tree: Any) -> str:

@@ -23,8 +23,8 @@ from spmd._jaxprs.lines import frames_of, is_ours, is_transposed, line_of, short
 from spmd._jaxprs.walker import COMMUNICATES, Equation, Role, Variable, equations, held, opened, shape_of, walk
 from spmd.checker._dataflow import walk_closed
 from spmd.inspect._recorded import States
-from spmd.inspect._syntax import Span
-from spmd.language import axes_tuple
+from spmd.inspect._source import Span
+from spmd.language import axes_code, axes_tuple
 from spmd.porting._writing import Guess, Namer, Operand, X, in_groups, reduction, text_of, ways
 
 _VERBS = ("psum", "pmean", "pmax", "pmin", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pshuffle")
@@ -71,12 +71,6 @@ class Body:
     outputs: list[str] = field(default_factory=list)
 
     @property
-    def place(self) -> tuple[str, int]:
-        """The file and the line in which the mapped function begins; "" where it is not a plain one."""
-        made_of = self.eqn.params["jaxpr"].debug_info
-        return getattr(made_of, "func_filename", None) or "", getattr(made_of, "func_lineno", None) or 0
-
-    @property
     def auto(self) -> list[str]:
         """The axes that are left to the compiler."""
         return [a for a in self.eqn.params["mesh"].axis_names if a not in _compat.made_manual(self.eqn)]
@@ -109,7 +103,7 @@ class Trace:
         walk(self.jaxpr, [((),) * len(shape_of(v)) for v in opened(self.jaxpr)[0].invars], self.guess)
         self.namer = Namer(self.guess, self.sizes)
         self.equations = [eqn for eqn in equations(self.jaxpr, derivatives=False) if not is_transposed(eqn)]
-        mapped = [eqn for eqn in self.equations if eqn.primitive.name == "shard_map" and not _of_kernel(eqn)]
+        mapped = [eqn for eqn in self.equations if eqn.primitive.name == "shard_map" and not is_ours(eqn)]
         raw = [eqn for eqn in mapped if eqn.params["jaxpr"].debug_info.arg_names is not None]
         self.differentiated = len(raw) < len(mapped)
         self.gradients = any(is_transposed(one) for eqn in raw for one in equations(eqn.params["jaxpr"]))
@@ -154,10 +148,16 @@ class Trace:
                 ) if name in labels:
                     self.namer.give(labels[name], [getattr(e, "id", "_").lower().strip("_") for e in elts])
 
+    def call(self, body: Body) -> Mapped | None:
+        """The call in the file that made a `shard_map` of a function of the file."""
+        made_of = body.eqn.params["jaxpr"].debug_info
+        line = getattr(made_of, "func_lineno", None) or 0  # where the function begins
+        return next((one for one in self.file.mapped() if line in one.lines), None)
+
     def function(self, body: Body) -> Any:
         """The syntax of the function that a body maps, if it is in the file."""
-        _, line = body.place
-        return next((m.function for m in self.file.mapped() if m.function and _begins(m.function, line)), None)
+        found = self.call(body)
+        return None if found is None else found.function
 
     # --- calls that communicate --------------------------------------------------------------------------------
 
@@ -234,16 +234,6 @@ def _is_array(node: ast.expr) -> bool:
     return not (isinstance(node, ast.Name) and node.id in ("jnp", "np", "lax", "jax"))
 
 
-def _of_kernel(eqn: Equation) -> bool:
-    """Return whether a kernel of ours made a `shard_map`."""
-    return is_ours(eqn)
-
-
-def _begins(function: Any, line: int) -> bool:
-    nodes = [function, *getattr(function, "decorator_list", ())]
-    return line in {one.lineno for one in nodes}
-
-
 def tree_of(paths: Sequence[str], layouts: Sequence[str]) -> dict[str, Any] | None:
     """The layouts of arguments as trees by the argument's name; None where a path goes through attributes."""
     found: dict[str, Any] = {}
@@ -259,9 +249,6 @@ def tree_of(paths: Sequence[str], layouts: Sequence[str]) -> dict[str, Any] | No
             last = key or int(index)
         at[last] = layout
     return found
-
-
-__all__ = ["Body", "Site", "Trace", "X", "tree_of"]
 
 
 # --- what else a kernel needs: typed starts of loops, and layouts of Pallas calls -----------------------------------
@@ -289,9 +276,8 @@ def starts(trace: Trace) -> Iterator[Edit]:
     for node, axes in wanted.items():
         if axes:
             ordered = tuple(axis for axis in trace.sizes if axis in axes)
-            text = f'"{ordered[0]}"' if len(ordered) == 1 else str(ordered).replace("'", '"')
             span = trace.file.span(node)
-            yield Edit(*span, ("jax.lax.pcast(", span, f', {text}, to="varying")'))
+            yield Edit(*span, ("jax.lax.pcast(", span, f', {axes_code(ordered)}, to="varying")'))
 
 
 def _maker(trace: Trace, made: Any, var: Variable) -> ast.Call | None:
@@ -326,7 +312,7 @@ def sizes(trace: Trace) -> Iterator[Edit]:
         name = "axis_size" if counts else called(node)
         asked: Any = trace.file.span(axis[0])
         if isinstance(axis[0], ast.Constant) and axis[0].value in trace.factors:
-            asked = str(expanded((axis[0].value,), trace.factors)).replace("'", '"')
+            asked = axes_code(expanded((axis[0].value,), trace.factors))
         yield Edit(*trace.file.span(node), (f"spmd.{name}(", asked, ")"))
 
 
@@ -383,6 +369,16 @@ class Mapped(NamedTuple):
     body: ast.expr | None
     function: Any
     mesh: ast.expr | None
+
+    @property
+    def lines(self) -> set[int]:
+        """The lines on which the function, or a decorator of it, begins."""
+        return {one.lineno for one in _with_decorators(self.function)}
+
+
+def _with_decorators(node: Any) -> list[Any]:
+    """A function or a statement, if there is one, and its decorators."""
+    return [] if node is None else [node, *getattr(node, "decorator_list", ())]
 
 
 @dataclass
@@ -461,8 +457,7 @@ class File:
 
     def first(self, node: Any) -> int:
         """Return where a statement begins, with its decorators."""
-        nodes = [node, *getattr(node, "decorator_list", ())]
-        return min(self.starts[one.lineno - 1] for one in nodes)
+        return min(self.starts[one.lineno - 1] for one in _with_decorators(node))
 
     def render(self, edits: Iterable[Edit], start: int = 0, end: int | None = None) -> str:
         """A part of the text with the edits in it; those inside of others stand where these keep their place."""

@@ -14,7 +14,7 @@ from spmd._jaxprs.walker import Equation, Held, Variable, axes_of, opened, shape
 from spmd.checker._state import HIDDEN, State, is_divided
 from spmd.checker._table import NEW
 from spmd.inspect._recorded import Label, Labels, Names, Part
-from spmd.language import axes_tuple
+from spmd.language import axes_code, axes_product, axes_tuple
 
 # By the axes that divide them, dimensions have the names that most programs give them; others have the next letter.
 _USUAL = {
@@ -146,7 +146,7 @@ class Namer:
         return self._apart(found)
 
     def _count(self, axes: Axes) -> int:
-        return math.prod(self.sizes[axis] for axis in axes) if is_divided(axes) else 1
+        return axes_product(axes, self.sizes) if is_divided(axes) else 1
 
     def fresh(self, dims: Dims, axes: Axes = ()) -> str:
         """A name that no dimension of the array has."""
@@ -258,7 +258,7 @@ class Operand:
             whole = [list(words) for words in self.dims]
             whole[at] = [Word(name, self.dims[at][0].axes), held[at][0], *whole[at][1:]]
             sides = f'"{text_of(whole)} -> {text_of(before)}"'
-            yield f"spmd.rearrange({X}, {sides}, {name}=spmd.axis_size({_quoted(axes)}))", before, list(after)
+            yield f"spmd.rearrange({X}, {sides}, {name}=spmd.axis_size({axes_code(axes)}))", before, list(after)
         yield f"jnp.expand_dims({X}, {place})", before, list(after)
 
 
@@ -280,7 +280,7 @@ def _sums(found: Operand) -> Iterator[str]:
     if found.callee == "pmean":
         if not found.alone:
             return
-        after = f" / spmd.axis_size({_quoted(axes)})"
+        after = f" / spmd.axis_size({axes_code(axes)})"
     open_, close = ("(", ")") if after else ("", "")
     if not any(set(word.axes) & set(axes) for words in found.dims for word in words):
         rest = found.partial(axes)
@@ -344,9 +344,7 @@ def _exchanges(found: Operand) -> Iterator[str]:
 
 def _permutes(found: Operand) -> Iterator[str]:
     axes, perm = found.axes, [tuple(map(int, pair)) for pair in found.eqn.params["perm"]]
-    count = 1
-    for axis in axes:
-        count *= found.namer.sizes[axis]
+    count = axes_product(axes, found.namer.sizes)
     held = [i for i in range(len(found.dims)) if (word := found.at(i)) is not None and word.axes == axes]
     if held:
         layout, operand, behind = text_of(found.dims, found.partial(axes), held[0]), X, ""
@@ -384,10 +382,6 @@ def reduction(found: Operand, gone: Sequence[int], keeps: bool) -> str | None:
     kept = [[Word("1")] if d in gone else words for d, words in enumerate(found.dims) if keeps or d not in gone]
     name = found.eqn.primitive.name.removeprefix("p")
     return f'spmd.reduce({X}, "{text_of(found.dims)} -> {text_of(kept)}", "{name}")'
-
-
-def _quoted(axes: Axes) -> str:
-    return f'"{axes[0]}"' if len(axes) == 1 else str(axes).replace("'", '"')
 
 
 _RULES: dict[str, Callable[[Operand], Iterator[str]]] = {

@@ -12,12 +12,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from spmd._compat import is_typed
 from spmd._jaxprs.lines import is_transposed, line_of, short_line
-from spmd._jaxprs.walker import opened, shape_of
-from spmd._text import bytes_text
-from spmd.inspect._reports import fields_of
+from spmd._jaxprs.walker import shape_of
+from spmd._text import bytes_text, fields_of
 from spmd.propagation._module import Dims, Number, Place
-from spmd.propagation._moves import Move
-from spmd.propagation._values import text_of
+from spmd.propagation._moves import Move, text_of
 
 _MOST = 4  # costs for which constraints are tried, the dearest first
 _TRIES = 6  # constraints for each of them
@@ -90,7 +88,10 @@ _SAID = {
 def costs_of(plan: Plan) -> tuple[Cost, ...]:
     """The costs of a plan, the dearest first."""
     found: dict[Any, list[Move]] = {}
-    data = _data_axes(plan)
+    # those that divide the first dimension of an input, and along which the forward pass sums no array
+    first = {axis.name for place in plan.reading.inputs if place.dims for axis in place.dims[0]}
+    summed = [one for one in plan.moves if one.kind == "psum" and one.phase == "forward" and one.shape]
+    data = first.difference(*({axis.name for axis in one.raw.axes} for one in summed))
     for move in plan.moves:
         if kind := _kind(move, data):
             found.setdefault((kind, move.text, move.where), []).append(move)
@@ -113,7 +114,7 @@ def least(plan: Plan) -> Plan:
     return best if best is plan else least(best)
 
 
-def _kind(move: Move, data: frozenset[str]) -> str:
+def _kind(move: Move, data: set[str]) -> str:
     raw = move.raw
     if move.asked or move.kind not in ("all_gather", "all_to_all", "ppermute"):
         return ""
@@ -123,13 +124,6 @@ def _kind(move: Move, data: frozenset[str]) -> str:
         return "beside"
     of_data = not data.isdisjoint(axis.name for axis in raw.axes)
     return "activation" if move.kind == "all_gather" and not raw.part and of_data else ""
-
-
-def _data_axes(plan: Plan) -> frozenset[str]:
-    """The axes that divide the first dimension of an input, and along which the forward pass sums no array."""
-    first = {axis.name for place in plan.reading.inputs if place.dims for axis in place.dims[0]}
-    summed = [one for one in plan.moves if one.kind == "psum" and one.phase == "forward" and one.shape]
-    return frozenset(first.difference(*({axis.name for axis in one.raw.axes} for one in summed)))
 
 
 # --- constraints ------------------------------------------------------------------------------------------------
@@ -158,17 +152,14 @@ def _tried(plan: Plan, kind: str, move: Move) -> Constraint | None:
 
 def with_asks(plan: Plan, asks: Sequence[_Ask]) -> Plan:
     """The plan of the program with constraints; the plan itself where they divide unevenly, which JAX does not."""
-    inputs: dict[int, Any] = {}
-    results: dict[int, dict[int, Any]] = {}
+    found: dict[int | None, dict[int, Any]] = {}
     try:
         for ask in asks:
             spec = PartitionSpec(*[tuple(axis.name for axis in axes) or None for axes in ask.dims])
-            sharding = NamedSharding(plan.traced.mesh, spec)
-            if ask.input is not None:
-                inputs[ask.input] = sharding
-            else:
-                results.setdefault(id(plan.traced.equations[ask.number[-1]]), {})[ask.result] = sharding
-        return plan.again(lambda eqn: results.get(id(eqn), {}), inputs)
+            maker = None if ask.input is not None else id(plan.traced.equations[ask.number[-1]])
+            place = ask.result if ask.input is None else ask.input
+            found.setdefault(maker, {})[place] = NamedSharding(plan.traced.mesh, spec)
+        return plan.again(found)
     except ValueError:
         return plan
 
@@ -191,7 +182,7 @@ def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
 
 def _ask(plan: Plan, argument: int | None, maker: Number, dims: Dims, shape: tuple[int, ...]) -> Iterator[_Ask]:
     if argument is not None and tuple(plan.traced.given[argument].shape) == tuple(shape):
-        var, ask = opened(plan.traced.jaxpr)[0].invars[argument], _Ask(dims, shape, input=argument)
+        var, ask = plan.variables[argument], _Ask(dims, shape, input=argument)
     elif (result := _result(plan, maker, shape)) is not None:
         var, ask = plan.traced.equations[maker[-1]].outvars[result], _Ask(dims, shape, number=maker, result=result)
     else:
@@ -240,7 +231,7 @@ def _said(plan: Plan, ask: _Ask, sent: int) -> Constraint:
 
 def _labels(plan: Plan, ask: _Ask) -> Any:
     if ask.input is not None:
-        return plan.names.known[opened(plan.traced.jaxpr)[0].invars[ask.input]]
+        return plan.labels[ask.input]
     *path, eqn = (plan.traced.equations[i] for i in ask.number)
     made: Mapping[Any, Any] = plan.names.made
     return made.get((tuple(map(id, path)), id(eqn)), [()] * len(eqn.outvars))[ask.result]

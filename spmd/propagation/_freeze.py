@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import spmd.propagation._lookups as _lookups
 from spmd._compat import operation_name as name_of
 from spmd.errors import SpmdError
-from spmd.propagation._loops import axes_of, branches, loop, reduction
+from spmd.propagation._loops import axes_of, branches, combined_by, loop, reduction
 from spmd.propagation._module import (
     KINDS,
     Axis,
@@ -28,7 +28,7 @@ from spmd.propagation._module import (
     operation,
     typed,
 )
-from spmd.propagation._values import text_of
+from spmd.propagation._moves import text_of
 
 _WIDTH = 100  # of a line
 
@@ -323,7 +323,7 @@ class Writer:
             self.known[result] = self.get(operand)
 
     def reduce(self, op: Any) -> None:
-        kind = _reduction(op)
+        kind = _REDUCED.get(combined_by(op))
         if kind is None:
             reduction(self, op)
             return
@@ -372,9 +372,10 @@ class Writer:
         operands = f"{self.layout(x.names, x.place)}, {self.layout(tuple(right), w.place)}"
         result = self.layout(names, Place(self.place(op.results[0]).dims))
         start = f"spmd.einsum({bare(x.text)}, {bare(w.text)}, "
-        typed_so = _typed_so(op)
-        text = f'{start}"{operands} -> {result}"{typed_so})'
-        self.partial(op, text, names, f'{start}"{operands} -> RESULT"{typed_so})', lost)
+        given, made = typed(op.operands[0]).dtype, typed(op.results[0]).dtype
+        end = ")" if given == made else f", preferred_element_type={dtype_text(made)})"
+        text = f'{start}"{operands} -> {result}"{end}'
+        self.partial(op, text, names, f'{start}"{operands} -> RESULT"{end}', lost)
 
     def iota(self, op: Any) -> None:
         kind, place = typed(op.results[0]), self.place(op.results[0])
@@ -429,18 +430,6 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
 
 def _is_part(place: Place) -> bool:
     return any(axis.size != axis.whole for axes in (*place.dims, place.partial) for axis in axes)
-
-
-def _typed_so(op: Any) -> str:
-    """The dtype of a product, where it is not that of its operands."""
-    given, made = typed(op.operands[0]).dtype, typed(op.results[0]).dtype
-    return "" if given == made else f", preferred_element_type={dtype_text(made)}"
-
-
-def _reduction(op: Any) -> str | None:
-    [block] = op.regions[0].blocks
-    inside = [name_of(operation(one)) for one in block.operations]
-    return _REDUCED.get(inside[0]) if len(inside) == 2 else None
 
 
 def signature_names(writer: Writer, values: Sequence[Any], labels: Sequence[Any]) -> list[Names]:

@@ -6,22 +6,11 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from spmd._compat import operation_name as name_of
-from spmd.propagation._loops import is_zero
-from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, operation, typed
+from spmd.propagation._loops import combined_by, is_zero
+from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, typed
 
-_ADDS = {
-    "stablehlo.add": "scatter_add",
-    "stablehlo.multiply": "scatter_mul",
-    "stablehlo.minimum": "scatter_min",
-    "stablehlo.maximum": "scatter_max",
-}
-_COMBINES = {
-    "stablehlo.add": "jax.lax.add",
-    "stablehlo.multiply": "jax.lax.mul",
-    "stablehlo.minimum": "jax.lax.min",
-    "stablehlo.maximum": "jax.lax.max",
-}
+# What combines two numbers, as `jax.lax` calls it.
+_OF_TWO = {"stablehlo.add": "add", "stablehlo.multiply": "mul", "stablehlo.minimum": "min", "stablehlo.maximum": "max"}
 _PADDING = ("edge_padding_low", "edge_padding_high", "interior_padding")
 
 
@@ -93,8 +82,7 @@ def reversed_(writer: Any, op: Any) -> None:
 
 def windowed(writer: Any, op: Any) -> None:
     """`stablehlo.reduce_window`: sums over windows, such as cumulative sums."""
-    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
-    verb = _COMBINES.get(inside[0], "") if len(inside) == 2 else ""
+    verb = _OF_TWO.get(combined_by(op), "")
     if len(op.results) != 1 or not verb:
         writer.fail("a window that this function combines")
     made, start = writer.array(op.operands[0]), writer.get(op.operands[1])
@@ -114,7 +102,7 @@ def windowed(writer: Any, op: Any) -> None:
         return
     whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
     window, strides, base, dilation = map(tuple, words)
-    how = f"{verb}, {window}, {strides}, {padding}, {base}, {dilation}"
+    how = f"jax.lax.{verb}, {window}, {strides}, {padding}, {base}, {dilation}"
     initial = _number(op, start)
     text = f"jax.lax.reduce_window({bare(made.text)}, {initial}, {how})"
     _put(writer, op, text, _renamed(writer, op, made, alone))
@@ -122,10 +110,10 @@ def windowed(writer: Any, op: Any) -> None:
 
 def _running(writer: Any, made: Made, along: int, verb: str, end: str) -> str:
     """A window that begins or ends with the dimension: a running sum, or the like."""
-    if made.place.dims[along] and verb == "jax.lax.add":
+    if made.place.dims[along] and verb == "add":
         return f'spmd.cumsum({bare(made.text)}, "{writer.layout(made.names, made.place, [along])}"{end})'
     whole(writer, made.place.dims, [along])
-    name = {"jax.lax.add": "sum", "jax.lax.mul": "prod"}.get(verb, verb.removeprefix("jax.lax."))
+    name = {"add": "sum", "mul": "prod"}.get(verb, verb)
     return f"jax.lax.cum{name}({bare(made.text)}, axis={along}{end})"
 
 
@@ -195,10 +183,10 @@ def scattered(writer: Any, op: Any) -> None:
     sizes = [1] * len(kind.shape)
     for d in window:
         sizes[next(left)] = updates[d]
-    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
-    verb = "scatter" if len(inside) == 1 else _ADDS.get(inside[0], "") if len(inside) == 2 else ""
-    if not verb:
+    by = combined_by(op)
+    if by != "stablehlo.return" and by not in _OF_TWO:
         writer.fail("an update by this function")
+    verb = f"scatter_{_OF_TWO[by]}" if by in _OF_TWO else "scatter"
     rows = (
         found == gone
         and len(gone) == 1
@@ -314,5 +302,3 @@ RULES = {
     "stablehlo.gather": gathered,
     "stablehlo.scatter": scattered,
 }
-
-__all__ = ["RULES"]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from spmd._compat import operation_name as name_of
-from spmd.propagation._module import Axis, Made, Place, bare, dtype_text, integers, is_kept, operation, owner_of, typed
+from spmd.language import axes_code
+from spmd.propagation._module import Made, Place, bare, dtype_text, integers, is_kept, operation, owner_of, typed
 
 
 class _Counted(NamedTuple):
@@ -130,12 +131,13 @@ def _given(
 
 def _wait(writer: Any, op: Any, i: int) -> None:
     """Let sums over devices that are only added up in a carry wait for the end of the loop, if that sends less."""
-    rounds = lambda loop: 1 if (one := _counted(loop)) is None else one.limit - one.start
-    later = None if op.results[i] in writer.waiting else Waiting(rounds).after(op, i)
-    axes = () if later is None else axes_of_sums(later, lambda one: writer.reading.before(one, name_of(one))[1])
+    later = None if op.results[i] in writer.waiting else _after(op, i)
+    if later is None:
+        return
+    axes = {writer.reading.before(one, name_of(one))[1] for one, _ in later.sums}
     size = lambda value: typed(value).local_bytes(writer.reading.place(value))
-    if later and axes and size(op.results[i]) < sum(size(one.results[0]) * times for one, times in later.sums):
-        writer.waiting |= dict.fromkeys(later.values, axes)
+    if len(axes) == 1 and size(op.results[i]) < sum(size(one.results[0]) * times for one, times in later.sums):
+        writer.waiting |= dict.fromkeys(later.values, axes.pop())
 
 
 def _start(writer: Any, value: Any, place: Place) -> Made:
@@ -205,8 +207,9 @@ def _typed(made: Made, place: Place) -> Made:
     missing = sorted(axes_of(place) - made.varies)
     if not missing:
         return made._replace(text=bare(made.text))  # alone in a tuple
-    axes = f'"{missing[0]}"' if len(missing) == 1 else str(tuple(missing)).replace("'", '"')
-    return made._replace(text=f'jax.lax.pcast({bare(made.text)}, {axes}, to="varying")', varies=axes_of(place))
+    return made._replace(
+        text=f'jax.lax.pcast({bare(made.text)}, {axes_code(missing)}, to="varying")', varies=axes_of(place)
+    )
 
 
 def axes_of(place: Place) -> frozenset[str]:
@@ -216,9 +219,6 @@ def axes_of(place: Place) -> frozenset[str]:
 
 def _tuple(texts: list[str]) -> str:
     return f"({', '.join(texts)}{',' if len(texts) == 1 else ''})"
-
-
-__all__ = ["axes_of", "branches", "loop", "reduction"]
 
 
 # --- sums --------------------------------------------------------------------------------------------------------
@@ -250,58 +250,40 @@ class Later(NamedTuple):
     sums: tuple[tuple[Any, int], ...] = ()
 
 
-class Waiting:
-    """Finds the results of loops whose sums may be done after them.
-
-    Args:
-      rounds: How often a loop runs, at least.
-    """
-
-    def __init__(self, rounds: Callable[[Any], int]) -> None:
-        self._rounds = rounds
-
-    def after(self, op: Any, i: int) -> Later | None:
-        """Return what waits, if the sums of the i-th result of a loop are done after it; None if it may not."""
-        test, body = (region.blocks[0] for region in op.regions)
-        carry = body.arguments[i]
-        unread = not any(test.arguments[i].uses) and len(list(carry.uses)) == 1
-        if not unread or not is_zero(op.operands[i]):
-            return None
-        *_, last = body.operations
-        found = self._linear(operation(last).operands[i], carry, body)
-        if found is None:
-            return None
-        times = self._rounds(op)
-        return Later((carry, *found.values), tuple((one, n * times) for one, n in found.sums))
-
-    def _linear(self, value: Any, carry: Any, block: Any) -> Later | None:
-        """Return how a value waits that nothing else uses; None where it is not linear in sums and in the carry."""
-        if value == carry:
-            return Later()
-        op = owner_of(value)
-        if op is None or op.block != block or len(list(value.uses)) != 1:
-            return None
-        name, operands = name_of(op), list(op.operands)
-        if name == "sdy.all_reduce":
-            return Later((value,), ((op, 1),)) if _adds(owner_of(operands[0])) else None
-        if name == "stablehlo.while":
-            found = self.after(op, value.result_number)
-            return None if found is None else Later((value, *found.values), found.sums)
-        parts = [self._linear(one, carry, block) for one in operands[: _LINEAR.get(name, 0)]]
-        if name == "stablehlo.multiply":
-            parts = [one for one in (self._linear(x, carry, block) for x in operands) if one is not None]
-            parts = parts if len(parts) == 1 else []
-        if not parts or None in parts:
-            return None
-        known = [one for one in parts if one is not None]
-        values = (value, *(x for one in known for x in one.values))
-        return Later(values, tuple(x for one in known for x in one.sums))
+def _after(op: Any, i: int) -> Later | None:
+    """Return what waits, if the sums of the i-th result of a loop are done after it; None if it may not."""
+    test, body = (region.blocks[0] for region in op.regions)
+    carry = body.arguments[i]
+    unread = not any(test.arguments[i].uses) and len(list(carry.uses)) == 1
+    if not unread or not is_zero(op.operands[i]):
+        return None
+    *_, last = body.operations
+    found, counted = _linear(operation(last).operands[i], carry, body), _counted(op)
+    if found is None:
+        return None
+    times = 1 if counted is None else counted.limit - counted.start
+    return Later((carry, *found.values), tuple((one, n * times) for one, n in found.sums))
 
 
-def axes_of_sums(later: Later, axes: Callable[[Any], tuple[Axis, ...]]) -> tuple[Axis, ...]:
-    """The axes over which all these sums run; none where they differ."""
-    every = {axes(op) for op, _ in later.sums}
-    return every.pop() if len(every) == 1 else ()
+def _linear(value: Any, carry: Any, block: Any) -> Later | None:
+    """Return how a value waits that nothing else uses; None where it is not linear in sums and in the carry."""
+    if value == carry:
+        return Later()
+    op = owner_of(value)
+    if op is None or op.block != block or len(list(value.uses)) != 1:
+        return None
+    name, operands = name_of(op), list(op.operands)
+    if name == "sdy.all_reduce":
+        return Later((value,), ((op, 1),)) if _adds(owner_of(operands[0])) else None
+    if name == "stablehlo.while":
+        found = _after(op, value.result_number)
+        return None if found is None else Later((value, *found.values), found.sums)
+    factors = operands if name == "stablehlo.multiply" else operands[: _LINEAR.get(name, 0)]
+    known = [one for one in (_linear(x, carry, block) for x in factors) if one is not None]
+    if len(known) != (1 if name == "stablehlo.multiply" else len(factors)) or not known:
+        return None
+    values = (value, *(x for one in known for x in one.values))
+    return Later(values, tuple(x for one in known for x in one.sums))
 
 
 def is_zero(value: Any) -> bool:
@@ -312,16 +294,18 @@ def is_zero(value: Any) -> bool:
         return name_of(loop) == "stablehlo.while" and is_kept(value) and is_zero(loop.operands[value.arg_number])
     if name_of(op) in ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"):
         return is_zero(op.operands[0])
-    return (
-        re.match(r"dense<-?0(\.0+e\+00)?> : ", str(op.attributes["value"])) is not None
-        if "value" in op.attributes
-        else False
-    )
+    text = str(op.attributes["value"]) if "value" in op.attributes else ""
+    return re.match(r"dense<-?0(\.0+e\+00)?> : ", text) is not None
+
+
+def combined_by(op: Any) -> str:
+    """The operation by which a function combines two numbers, or `stablehlo.return` of one of them; "" of several."""
+    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
+    return inside[0] if len(inside) <= 2 else ""
 
 
 def _adds(op: Any) -> bool:
     """Return whether an operation's terms on the devices are added, and not compared."""
     if op is None or name_of(op) not in ("stablehlo.reduce", "stablehlo.dot_general", "stablehlo.scatter"):
         return False
-    inside = [name_of(operation(one)) for region in op.regions for one in region.blocks[0].operations]
-    return not inside or inside[0] == "stablehlo.add"
+    return not len(op.regions) or combined_by(op) == "stablehlo.add"

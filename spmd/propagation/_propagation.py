@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,24 +16,26 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.lines import LineName, line_of, short_line
 from spmd._jaxprs.walker import Equation, Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
-from spmd._text import Line, Row, Table, bytes_text, html_page, wrapped
+from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, wrapped
 from spmd._trees.leaves import is_array
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
 from spmd.errors import MeshError, SpmdError
+from spmd.inspect._check import listing
 from spmd.inspect._collectives import axes_text, by_part, counts_by_kind, grouped
-from spmd.inspect._lines import listing
-from spmd.inspect._listing import Source
 from spmd.inspect._program import check_mesh, is_input, meshes_of_jaxpr, names_of_inputs, of_arrays, stage, under
 from spmd.inspect._recorded import States
-from spmd.inspect._reports import Report, fields_of
+from spmd.inspect._source import Source
 from spmd.language import Layout
 from spmd.mesh import ambient_mesh, sizes_for
 from spmd.propagation._costs import Cost, costs_of, least
 from spmd.propagation._freeze import frozen, parameters_of
 from spmd.propagation._module import Reading
-from spmd.propagation._moves import Move, Reader
-from spmd.propagation._values import Places, Recorded, names_of, state_of, text_of
+from spmd.propagation._moves import Move, Places, Reader, Recorded, names_of, state_of, text_of
+
+# Shardings that are asked for, by number: of the results of an equation, under its identity; of inputs, under None.
+Asks = Mapping[int | None, Mapping[int, Any]]
+_NOTHING_ASKED: Asks = {}
 
 
 @dataclass(frozen=True)
@@ -81,14 +83,13 @@ class Propagation(Report):
         self,
         traced: Traced,
         layouts: Sequence[Layout | None],
-        constrain: Constrain = lambda eqn: {},
-        inputs: Mapping[int, Any] | None = None,
+        asks: Asks = _NOTHING_ASKED,
         names: Any = None,
     ) -> None:
         self.name, self.traced = traced.name, traced
         self.mesh: dict[str, int] = sizes_for(traced.mesh, "propagate(..., mesh=...)")
-        self._asked = constrain, inputs or {}
-        module = traced.module(*self._asked)
+        self._asks = asks
+        module = traced.module(asks)
         lengths = {i: eqn.params["length"] for i, eqn in enumerate(traced.equations) if "length" in eqn.params}
         self.reading = Reading(self.mesh, lengths).read(module, len(traced.given))
         self.names = names_of(traced.jaxpr, self.mesh, layouts) if names is None else names
@@ -97,24 +98,29 @@ class Propagation(Report):
     @functools.cached_property
     def moves(self) -> tuple[Move, ...]:
         """The changes of layout that send something, in the order of the program."""
-        variables = opened(self.traced.jaxpr)[0].invars
-        labels = [self.names.known[var] for var in variables]
-        reader = Reader(self.traced.equations, self.names, self.mesh, labels, variables)
+        reader = Reader(self.traced.equations, self.names, self.mesh, self.labels, self.variables)
         return tuple(map(reader.move, self.reading.moves))
 
-    def again(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Propagation:
+    def again(self, asks: Asks) -> Propagation:
         """The plan of the same program with more constraints. It is not traced again."""
-        before, known = self._asked
-        both = lambda eqn: {**before(eqn), **constrain(eqn)}
-        return Propagation(self.traced, self.layouts, both, {**known, **(inputs or {})}, self.names)
+        every = {who: {**self._asks.get(who, {}), **asks.get(who, {})} for who in {**self._asks, **asks}}
+        return Propagation(self.traced, self.layouts, every, self.names)
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """How the arguments lie, as layouts."""
-        body = opened(self.traced.jaxpr)[0]
-        labels = [self.names.known[var] for var in body.invars]
-        shapes = [var.aval.shape for var in body.invars]
-        return tuple(text_of(*one, self.mesh) for one in zip(self.reading.inputs, labels, shapes, strict=False))
+        shapes = [var.aval.shape for var in self.variables]
+        return tuple(text_of(*one, self.mesh) for one in zip(self.reading.inputs, self.labels, shapes, strict=False))
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """The inputs of the program."""
+        return opened(self.traced.jaxpr)[0].invars
+
+    @property
+    def labels(self) -> list[Any]:
+        """What the dimensions of the inputs are called."""
+        return [self.names.known[var] for var in self.variables]
 
     @property
     def total_bytes(self) -> int:
@@ -128,9 +134,8 @@ class Propagation(Report):
 
     @functools.cached_property
     def _places(self) -> Places:
-        body = opened(self.traced.jaxpr)[0]
         places = Places(self.reading, self.traced.equations)
-        given = zip(self.reading.inputs, body.invars, strict=True)
+        given = zip(self.reading.inputs, self.variables, strict=True)
         walk(self.traced.jaxpr, [state_of(place, var.aval.shape) for place, var in given], places)
         return places
 
@@ -200,14 +205,12 @@ class Propagation(Report):
               return spmd.einsum(jnp.tanh(x), w, "b/dp d/tp, d/tp f -> b/dp f")
           <BLANKLINE>
         """
-        body = opened(self.traced.jaxpr)[0]
-        labels = [self.names.known[var] for var in body.invars]
         text = name or (self.name if self.name.isidentifier() and self.name != "<lambda>" else "frozen")
         parameters = list(parameters_of(self.traced.parameters))
         try:
-            return frozen(least(self).reading, text, parameters, labels)
+            return frozen(least(self).reading, text, parameters, self.labels)
         except SpmdError:  # the layouts of a constraint may be harder to write
-            return frozen(self.reading, text, parameters, labels)
+            return frozen(self.reading, text, parameters, self.labels)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -229,7 +232,9 @@ class Propagation(Report):
 
     def cost_lines(self, width: int) -> list[Line]:
         """The lines of the table that say what the program may do without."""
-        return [*_costly(self).lines(width), [("", "")]] if self.costs else []
+        rows = [Row((short_line(one.move.where) or "-", str(one)), "loud") for one in self.costs]
+        table = Table([Row(("costs",), "loud title"), *rows], below=(1,), indent=2)
+        return [*table.lines(width), [("", "")]] if rows else []
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
@@ -258,14 +263,6 @@ def _told(move: Move) -> Finding:
 def _heading(it: Propagation) -> str:
     sizes = " ".join(f"{axis}={size}" for axis, size in it.mesh.items())
     return f"{it.name or 'program'} on {sizes}: the compiler's plan, not compiled"
-
-
-def _costly(it: Propagation) -> Table:
-    """The costs, which come first."""
-    rows: list[Row] = [Row(("costs",), "loud title")] if it.costs else []
-    for one in it.costs:
-        rows.append(Row((short_line(one.move.where) or "-", str(one)), "loud"))
-    return Table(rows, right=(), below=(1,), indent=2)
 
 
 def _table(it: Propagation) -> Table:
@@ -347,7 +344,6 @@ def _layouts(layouts: Any) -> list[Layout | None]:
 # A program whose equations have numbers, which the compiler's dialect keeps, lowered and propagated.
 
 _RUN = frozenset((Role.CALL, Role.LOOP, Role.TEST, Role.BRANCH, Role.MAP))
-Constrain = Callable[[Any], Mapping[int, Any]]  # for an equation, shardings for its results by their number
 
 
 @dataclass
@@ -370,17 +366,11 @@ class Traced:
     parameters: Sequence[str] = ()
     equations: list[Any] = field(default_factory=list)
 
-    def module(self, constrain: Constrain = lambda eqn: {}, inputs: Mapping[int, Any] | None = None) -> Any:
-        """The module of the program after propagation.
-
-        Args:
-          constrain: Shardings that the results of an equation are asked to have.
-          inputs: Shardings that inputs are asked to have, by their number.
-        """
-        self.equations, known = [], {}
-        numbered = _Numbering(self.equations, known, constrain).closed(self.jaxpr)
-        fn = jex.jaxpr_as_fun(numbered)
-        asked = inputs or {}
+    def module(self, asks: Asks = _NOTHING_ASKED) -> Any:
+        """The module of the program after propagation, with constraints."""
+        self.equations = []
+        fn = jex.jaxpr_as_fun(_Numbering(self.equations, asks).closed(self.jaxpr))
+        asked = asks.get(None, {})
 
         def program(*given: Any) -> Any:
             put = jax.lax.with_sharding_constraint
@@ -430,8 +420,9 @@ def _struct(aval: Any, sharding: Any) -> jax.ShapeDtypeStruct:
 class _Numbering:
     """Gives each equation a scope with its number. A jaxpr that stands in several places stays one."""
 
-    def __init__(self, equations: list[Any], known: dict[int, Any], constrain: Constrain) -> None:
-        self._equations, self._known, self._constrain = equations, known, constrain
+    def __init__(self, equations: list[Any], asks: Asks) -> None:
+        self._equations, self._asks = equations, asks
+        self._known: dict[int, Any] = {}
 
     def closed(self, jaxpr: Any) -> Any:
         if id(jaxpr) not in self._known:
@@ -445,7 +436,7 @@ class _Numbering:
         run = {id(one.jaxpr) for one in held(eqn) if one.role in _RUN} if eqn.params else set()
         params = {name: self._param(value, run) for name, value in eqn.params.items()} if run else eqn.params
         eqn = _compat.in_scope(eqn, f"#{number}", params)
-        return self._constrained(eqn, self._constrain(self._equations[number]))
+        return self._constrained(eqn, self._asks.get(id(self._equations[number]), {}))
 
     def _param(self, value: Any, run: set[int]) -> Any:
         if id(value) in run:

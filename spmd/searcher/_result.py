@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 
-from spmd._text import Line, Table, bytes_text, html_page, seconds_text, wrapped
+from spmd._text import Line, Report, Table, bytes_text, fields_of, html_page, seconds_text, wrapped
 from spmd._text import Row as Texts
 from spmd.accelerators import Hardware
 from spmd.errors import MeshError
 from spmd.inspect import Explanation, Memory, Time
-from spmd.inspect._reports import Report, fields_of
-from spmd.inspect._roofline import estimate, priced
+from spmd.inspect._written import estimate, priced
 
 # --- the meshes of a number of devices: how many lie along each axis, and which axes lie inside a node ----------------
 

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 import spmd
-import spmd.inspect._lines as lines
+import spmd.inspect._check as lines
 
 MESH = spmd.make_mesh(dp=2, tp=4)
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)

@@ -7,7 +7,7 @@ import linecache
 
 import pytest
 
-from spmd.inspect._syntax import Texts, parameters, returned, slots
+from spmd.inspect._source import Texts, parameters, returned, slots
 
 TEXT = """\
 @decorated

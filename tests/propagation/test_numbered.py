@@ -53,11 +53,12 @@ def test_constraints_reach_a_result_and_an_input():
         return jnp.sin(x @ w) * 2
 
     traced = trace(product, (struct(MESH, "b d"), struct(MESH, "d e")), {}, MESH, [])
+    traced.module()  # which numbers the equations
     wanted = spmd.Layout("b/dp e").sharding(MESH)
-    asked = traced.module(lambda eqn: {0: wanted} if eqn.primitive.name == "dot_general" else {})
+    asked = traced.module({id(eqn): {0: wanted} for eqn in traced.equations if eqn.primitive.name == "dot_general"})
     [place] = Reading(dict(MESH.shape), {}).read(asked, 2).results
     assert [axis.name for axis in place.dims[0]] == ["dp"]
-    asked = traced.module(inputs={1: spmd.Layout("d e/tp").sharding(MESH)})
+    asked = traced.module({None: {1: spmd.Layout("d e/tp").sharding(MESH)}})
     [place] = Reading(dict(MESH.shape), {}).read(asked, 2).results
     assert [axis.name for axis in place.dims[1]] == ["tp"]
 
