@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -256,14 +256,8 @@ class _Program:
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
-            line = line_of_body(first_body(ours))
-            trial = Trial(sizes, tuple(differences), tuple(faults), gradients, line, quiet=quiet)
-            wrong = {one.path for one in differences}
-            results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
-            along = functools.partial(self._along, form, wanted, run)
-            trial = replace(
-                trial, along=along, results=results, first=functools.cache(functools.partial(_first, run, ours, base))
-            )
+            trial = Trial(sizes, tuple(differences), tuple(faults), gradients, quiet=quiet)
+            trial = self._located(trial, form, wanted, run, ours, base)
             if faults or self.reference:
                 return trial
             if self._same_on_whole_arrays(form, found, run):
@@ -281,14 +275,23 @@ class _Program:
         if meant or read:  # a number that is read so may be another one, and the program wrong
             said = " and ".join(map(str, read))
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
-        shifts, nan = tuple(dict.fromkeys(self.shifts)), [path for path in form.paths() if path not in told]
-        if lacking := [labelled(path) for path in nan if path[0].key == "result"]:
-            return Trial(
-                sizes, why=f"all numbers of {lacking[0]} are NaN for the arguments that were drawn: give others"
-            )
-        said = f"all of {labelled(nan[0])} are NaN" if nan else ""
-        known = {"quiet": quiet, "shifts": shifts, "underived": said}
-        return Trial(sizes, gradients=gradients and not nan, why=unknown, fails=bool(unknown), **known)
+        shown = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
+        return self._but_for_nan(replace(shown, shifts=tuple(dict.fromkeys(self.shifts))), form, told)
+
+    def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Run, ours: Any, base: Any) -> Trial:
+        """The same trial, which tells what differs, on which meshes, and from where on."""
+        wrong, along = {one.path for one in trial.differences}, functools.partial(self._along, form, wanted, run)
+        results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
+        first = functools.cache(functools.partial(_first, run, ours, base))
+        return replace(trial, line=line_of_body(first_body(ours)), results=results, along=along, first=first)
+
+    def _but_for_nan(self, trial: Trial, form: _Form, told: Collection[Any]) -> Trial:
+        """The same trial, if each result and gradient had a number in some draw."""
+        silent = [path for path in form.paths() if path not in told]
+        if lacking := [labelled(path) for path in silent if path[0].key == "result"]:
+            why = f"all numbers of {lacking[0]} are NaN for the arguments that were drawn: give others"
+            return Trial(self.sizes, why=why)
+        return replace(trial, gradients=False, underived=f"all of {labelled(silent[0])} are NaN") if silent else trial
 
     def _always_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Run) -> bool:
         """Return whether an index leaves its array on one device, whatever numbers are read as."""

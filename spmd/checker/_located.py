@@ -103,10 +103,9 @@ class _Body:
         first, second = opened(one)[0], opened(other)[0]
         for var, like, origins in zip(first.invars, second.invars, given, strict=False):
             self._mark(var, like, origins, self.open.get(var, _NOTHING))
-        twins = {id(eqn): twin for eqn, twin in _corresponding(first.eqns, second.eqns)}
-        for eqn in first.eqns:
+        for eqn, twin in _corresponding(first.eqns, second.eqns):
             read = _NOTHING.union(*(self.open.get(v, _NOTHING) for v in eqn.invars if not isinstance(v, Literal)))
-            if (twin := twins.get(id(eqn))) is None:
+            if twin is None:
                 self.open.update(dict.fromkeys(eqn.outvars, read | {line_of(eqn, callers)}))
                 continue
             self._compare(eqn, twin, callers, read)
@@ -169,11 +168,15 @@ class _Body:
         return any(_close(fn(x, axis=at, keepdims=True), y) for at in subsets(differing) for fn in _COMPLETE)
 
 
-def _corresponding(ones: Sequence[Equation], others: Sequence[Equation]) -> Iterator[tuple[Equation, Equation]]:
-    """The equations of two traces that stand at one line, in order. A verb has none of its own along one device."""
+def _corresponding(ones: Sequence[Equation], others: Sequence[Equation]) -> Iterator[tuple[Equation, Equation | None]]:
+    """The equations of a trace, each with that of another one which stands at its line. A verb has none along
+    one device.
+    """
     keys = [[(eqn.primitive.name, line_of(eqn)) for eqn in eqns] for eqns in (ones, others)]
+    twins: dict[int, Equation] = {}
     for i, j, count in difflib.SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
-        yield from zip(ones[i : i + count], others[j : j + count], strict=True)
+        twins.update(zip(range(i, i + count), others[j : j + count], strict=True))
+    return ((eqn, twins.get(i)) for i, eqn in enumerate(ones))
 
 
 def _layouts(local: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int]) -> Iterator[list[tuple[str, ...]]]:
