@@ -53,7 +53,7 @@ _NOISE = (0.31, 0.64, 0.87, 0.12, 0.5)  # what stands in for random numbers in e
 # numbers that are alike on all devices.
 _SCALES = ((1.0, 1.0), (0.1, 3.0), (3.0, 0.1), (0.3, 0.3))
 _POSITIVE = 2  # the draw without negative numbers, of which there are logarithms and roots
-# To which power given numbers are raised in each draw: what is sorted stays so, and zeros and ones stay what they are.
+# To which power given numbers are raised: what is sorted stays so, and zeros and ones stay what they are.
 _POWERS = (0.8, 1.25, 0.6, 1.5)
 
 
@@ -75,7 +75,6 @@ class Trial:
       quiet: Whether one number stood in for all random ones.
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
       shifts: The lines of permutations by numbers that were taken as shifts.
-      results: Whether each result differs, in order.
       underived: Why gradients were not compared, where the program has none.
       first: Where values begin to differ; asked where something does.
     """
@@ -92,7 +91,6 @@ class Trial:
     quiet: bool = False
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
     shifts: tuple[str, ...] = ()
-    results: tuple[bool, ...] = ()
     underived: str = ""
     first: Callable[[], Located] = field(default=Located, compare=False)
 
@@ -214,8 +212,9 @@ class _Program:
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
             seeds = range(len(_SCALES) if real or not given else 1)
-            self.draws = [[_filled(arrays, seed, one) for one in (*bold, False)] for seed in seeds]
-            self.others = [] if alike else [[_filled(arrays, seed, False, reordered=True)] for seed in (0, 1)]
+            kept = lambda seed: "numbers" if reference or not seed else "order"
+            self.draws = [[_filled(arrays, seed, one, kept(seed)) for one in (*bold, False)] for seed in seeds]
+            self.others = [] if alike else [[_filled(arrays, seed, False, "")] for seed in (0, 1)]
         self.structs = _structs_of(self.draws[0][-1])
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
@@ -280,10 +279,9 @@ class _Program:
 
     def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Run, ours: Any, base: Any) -> Trial:
         """The same trial, which tells what differs, on which meshes, and from where on."""
-        wrong, along = {one.path for one in trial.differences}, functools.partial(self._along, form, wanted, run)
-        results = tuple(path in wrong for path in form.paths() if path[0].key == "result")
+        along = functools.partial(self._along, form, wanted, run)
         first = functools.cache(functools.partial(_first, run, ours, base))
-        return replace(trial, line=line_of_body(first_body(ours)), results=results, along=along, first=first)
+        return replace(trial, line=line_of_body(first_body(ours)), along=along, first=first)
 
     def _but_for_nan(self, trial: Trial, form: _Form, told: Collection[Any]) -> Trial:
         """The same trial, if each result and gradient had a number in some draw."""
@@ -529,10 +527,10 @@ def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:
             raise NotSimulated("a jax.shard_map has a mesh of its own: reference= or build= tells what it means")
 
 
-def _filled(arrays: Sequence[Any], seed: int, bold: bool, reordered: bool = False) -> list[Any]:
-    """Arguments for a trial. Those without values are drawn. Given numbers keep their signs, their order, and zeros and
-    ones, because they may be sorted, or a mask; not where they are `reordered`. An array that has one number everywhere
-    gets others of its sign.
+def _filled(arrays: Sequence[Any], seed: int, bold: bool, kept: str) -> list[Any]:
+    """Arguments for a trial. Those without values are drawn. Given numbers may be sorted, or a mask: "numbers" keeps
+    their signs, their order, and zeros and ones; "order" only their order, and which of them are equal; "" nothing.
+    Where an array has one number everywhere, "numbers" keeps its sign.
     """
     draws = np.random.default_rng((seed, 7))
 
@@ -542,14 +540,15 @@ def _filled(arrays: Sequence[Any], seed: int, bold: bool, reordered: bool = Fals
         if is_key(x):
             return x
         given = np.asarray(x)
-        if reordered:
-            given = draws.permutation(given.reshape(-1)).reshape(given.shape)
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return given
-        if not reordered and not _is_constant(given):
+            return given if kept else draws.permutation(given.reshape(-1)).reshape(given.shape)
+        if kept == "order" and given.dtype.kind == "f" and not _is_constant(given):
+            return _in_their_order(given, draws, seed)
+        if kept and not _is_constant(given):
             return (given * np.where(given == 0, 1, np.abs(given)) ** (_POWERS[seed] - 1)).astype(given.dtype)
-        factor = draws.uniform(0.5, 1.5, given.shape) if given.any() else draws.normal(size=given.shape)
-        return _scaled(((given if given.any() else 1) * factor).astype(given.dtype), seed)
+        if kept == "numbers" and given.any():
+            return _scaled((given * draws.uniform(0.5, 1.5, given.shape)).astype(given.dtype), seed)
+        return jax.ShapeDtypeStruct(given.shape, given.dtype)
 
     structs = [one(x) for x in arrays]
     drawn_ones = drawn(structs, seed, bold=bold and seed > 0)
@@ -571,6 +570,13 @@ def _is_nan(x: Array) -> bool:
 def _is_constant(x: Any) -> bool:
     given = np.asarray(x)
     return not given.size or bool((given == given.flat[0]).all())
+
+
+def _in_their_order(given: Array, draws: np.random.Generator, seed: int) -> Array:
+    """Random numbers in the order of these."""
+    every, places = np.unique(given, return_inverse=True)
+    new = np.sort(_positive(draws.normal(size=every.shape), seed))[places.reshape(given.shape)]
+    return np.where(np.isfinite(given), new, given).astype(given.dtype)
 
 
 def _scaled(x: Any, seed: int) -> Any:

@@ -13,6 +13,7 @@ from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, ope
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
+from spmd.checker._located import Located
 from spmd.checker._numbers import Difference, advice_on, cause_of, labelled
 from spmd.checker._primitives import draws
 from spmd.checker._simulator import Fault as Broken
@@ -159,23 +160,13 @@ def about_gradients(suspicions: Iterable[Finding]) -> bool:
 
 
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
-    """Return the suspicions that are right in a wrong program: those on which only right results depend, and
-    those of which everything is complete before values begin to differ. What only a gradient shows may be any.
+    """Return the suspicions of a wrong program of which everything is complete before values begin to differ. What only
+    a gradient shows may be any of them.
     """
+    first = trial.first() if trial.wrong and not trial.faults else Located()
     known = [one for one in suspicions if one in walk.about and one.kind in _SUSPICIONS - _BACKWARD]
-    outs = opened(walk.root)[0].outvars
-    if not known or trial.faults or not trial.wrong:
-        return []
-    first = trial.first()
     judged = bool(first.found) and "" not in first.lines
-    innocent = [one for one in known if judged and _lines(one, walk).isdisjoint(first.lines | first.behind)]
-    if any(trial.results) and len(outs) == len(trial.results):
-        behind: dict[bool, set[Any]] = {True: set(), False: set()}
-        for var, differs in zip(outs, trial.results, strict=True):
-            behind[differs].update(walk.history.behind(var))
-        makes = lambda one, differs: not behind[differs].isdisjoint(walk.about[one].outvars)
-        innocent += [one for one in known if makes(one, False) and not makes(one, True)]
-    return innocent
+    return [one for one in known if judged and _lines(one, walk).isdisjoint(first.lines | first.behind)]
 
 
 def _lines(one: Finding, walk: Engine) -> set[str]:
