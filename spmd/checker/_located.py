@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,11 +40,20 @@ class Located(NamedTuple):
       found: The equations that make a value which fits no layout of values that fit one, with those around them.
       lines: Their lines, and those of all that they read before it is complete: of a maximum over a block, say.
       behind: The lines of all that reads a value which fits no layout. Nobody knows whether that is right.
+      seen: All lines that were looked at.
     """
 
     found: Sequence[Where] = ()
     lines: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
+    seen: frozenset[str] = frozenset()
+
+    def clears(self, lines: Collection[str]) -> bool:
+        """Return whether what stands at one of these lines is complete before values begin to differ."""
+        guilty = self.lines | self.behind
+        return (
+            bool(self.found) and "" not in self.lines and not self.seen.isdisjoint(lines) and guilty.isdisjoint(lines)
+        )
 
 
 def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
@@ -63,6 +72,7 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
     found: list[tuple[bool, Where]] = []
     lines: set[str] = set()
     behind: set[str] = set()
+    seen: set[str] = set()
     for body, twin in zip(one, other, strict=True):
         if max(_compat.made_manual(twin).values(), default=1) == 1:
             walk = _Body(_compat.made_manual(body), here, there)
@@ -70,7 +80,9 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
             found += [(number in walk.absorbed, one) for number, one in enumerate(walk.found) if number in guilty]
             lines.update(*(walk.read[number] for number in guilty))
             behind.update(line for line, origins in walk.behind if origins & guilty)
-    return Located([one for _, one in sorted(found, key=lambda pair: pair[0])], frozenset(lines), frozenset(behind))
+            seen |= walk.seen
+    first = [one for _, one in sorted(found, key=lambda pair: pair[0])]
+    return Located(first, frozenset(lines), frozenset(behind), frozenset(seen))
 
 
 class _Body:
@@ -80,6 +92,7 @@ class _Body:
       found: The equations that make a value which fits no layout of values that fit one.
       read: For each of them the lines of what it reads before that is complete.
       behind: The lines of all that reads a value which fits no layout, and the equations that it comes from.
+      seen: All lines.
       absorbed: Those of which a value is made that fits one again, such as the indices of a table that is divided.
         Where there are others, they are innocent.
       lost: For each variable whose numbers fit no layout, which of these equations it comes from.
@@ -94,6 +107,7 @@ class _Body:
         self.found: list[Where] = []
         self.read: list[frozenset[str]] = []
         self.behind: list[tuple[str, frozenset[int]]] = []
+        self.seen: set[str] = set()
         self.absorbed: set[int] = set()
 
     def visit(
@@ -123,6 +137,7 @@ class _Body:
             origins |= self.visit(part.jaxpr, like.jaxpr, (*callers, eqn), part.of(operands))
             read = read.union(*(self.open.get(v, _NOTHING) for v in inner.outvars if not isinstance(v, Literal)))
         line = line_of(eqn, callers)
+        self.seen.add(line)
         read |= {line}
         self.behind += [(line, _NOBODY.union(*operands))] if any(operands) else []
         new = origins or frozenset((len(self.found),))

@@ -165,8 +165,7 @@ def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list
     """
     first = trial.first() if trial.wrong and not trial.faults else Located()
     known = [one for one in suspicions if one in walk.about and one.kind in _SUSPICIONS - _BACKWARD]
-    judged = bool(first.found) and "" not in first.lines
-    return [one for one in known if judged and _lines(one, walk).isdisjoint(first.lines | first.behind)]
+    return [one for one in known if first.clears(_lines(one, walk))]
 
 
 def _lines(one: Finding, walk: Engine) -> set[str]:
