@@ -125,3 +125,63 @@ def test_most_lines_of_mistakes_that_only_numbers_see() -> None:
         place = finding.line.split(" ")[0]
         near += place.split(":")[0].endswith(file) and abs(int(place.split(":")[1]) - int(marked)) <= 1
     assert near >= 13, (near, len(unseen))  # of 22
+
+
+# -------------------- suspicions beside a mistake
+
+
+def mean_of_copies(x):
+    whole = lax.all_gather(x, "dp", tiled=True)
+    scale = lax.pmean(jnp.log(1 + whole**2).sum(), "dp")  # right: a sum of copies, and divided
+    return x * scale - lax.psum(x.mean(), "dp")  # here
+
+
+def diagonal_of_a_block(x):
+    turned = jnp.linalg.solve(jnp.diag(2 + x[:, 0] ** 2), x)  # right: each row is for itself
+    return turned - lax.psum(turned.mean(), "dp")  # here
+
+
+@pytest.mark.parametrize("body", [mean_of_copies, diagonal_of_a_block])
+def test_a_harmless_suspicion_does_not_take_the_blame(body: Any) -> None:
+    [finding] = spmd.check(kernel(body), ROWS)
+    assert finding.kind == "numbers" and line(body) in finding.line
+
+
+def test_the_sum_that_a_gradient_adds_is_told_and_not_what_comes_of_it() -> None:
+    @spmd.kernel("d f, b/dp d -> d f", mesh=MESH)
+    def step(w, x):
+        grad = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return lax.pmean(grad, "dp")
+
+    [finding] = spmd.check(step, jax.ShapeDtypeStruct((12, 3), "float32"), ROWS)
+    assert finding.kind == "gradient" and "test_located.py" in str(finding)
+
+
+def test_a_suspicion_where_values_differ_stays() -> None:
+    @spmd.kernel("b/dp d -> b/dp d", mesh=MESH)
+    def worst(x):
+        largest = x.max()
+        return x - largest
+
+    findings = spmd.check(worst, ROWS)
+    assert [one.kind for one in findings] != ["numbers"] and findings
+
+
+def test_a_fix_is_printed_where_the_other_operand_is_known() -> None:
+    """Completing one of two sums only gives wrong numbers, and nobody sees it any more."""
+    ring = lambda n: [(i, (i + 1) % n) for i in range(n)]
+
+    @spmd.kernel("b/dp, b/dp -> scalar", mesh=MESH)
+    def centre(p, m):
+        p = jnp.concatenate([lax.ppermute(p[-1:], "dp", ring(2)), p[:-1]])
+        return lax.pmean((m * p).sum() / m.sum(), "dp")
+
+    rows = jax.ShapeDtypeStruct((8,), "float32")
+    [finding] = spmd.check(centre, rows, rows)
+    assert not finding.fixes and "the other operand differs along dp" in str(finding)
+
+
+def test_a_fix_under_vmap_names_the_dimensions_of_the_string() -> None:
+    centred = spmd.kernel("b/dp d -> b/dp d", mesh=MESH)(lambda x: x - x.mean(0, keepdims=True))
+    many = jax.ShapeDtypeStruct((3, 8, 12), "float32")
+    assert not [fix for one in spmd.check(jax.vmap(centred), many) for fix in one.fixes if "-> b" in str(fix)]
