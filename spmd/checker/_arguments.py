@@ -182,12 +182,15 @@ def smaller(
             take(dict(half[len(half) // 2 :]))
 
     take({key: n for key, n in small.items() if n < before[key]})
-    # A multiple of another name or of a constant, or halves: more of them fit together.
-    for start in (8 << i for i in range(0, max(before.values(), default=0).bit_length(), 2)):
-        kept = sorted((key for key in before if found[key] == before[key]), key=before.__getitem__)
-        steps = {key: math.lcm(start << i, names.parts[key]) for i, key in enumerate(kept)}
-        targets = {key: max(n, -(-least // n) * n) for key, n in steps.items()}
-        take({key: n for key, n in targets.items() if n < before[key]})
+    # A multiple of another name, or of a constant, each for itself; then those that fit together only.
+    kept = sorted((key for key in before if found[key] == before[key]), key=before.__getitem__)
+    starts = [8 << i for i in range(max(before.values(), default=0).bit_length())]
+    grown = lambda key, n: -(-max(least, n) // (step := math.lcm(n, names.parts[key]))) * step
+    for several in (*([key] for key in kept), kept):
+        for start in starts:
+            left = [key for key in several if found[key] == before[key]]
+            targets = {key: grown(key, start << i) for i, key in enumerate(left)}
+            take({key: n for key, n in targets.items() if n < before[key]})
     return names.resized(arrays, found), found
 
 
