@@ -32,7 +32,7 @@ BUDGET = {
     "_processes": 295,
     "_python": 210,
     "_trees": 440,
-    "checker": 5840,
+    "checker": 5845,
     "cluster": 1770,
     "comm": 2275,
     "drawing": 300,

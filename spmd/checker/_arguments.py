@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -185,12 +186,11 @@ def smaller(
     # A multiple of another name, or of a constant, each for itself; then those that fit together only.
     kept = sorted((key for key in before if found[key] == before[key]), key=before.__getitem__)
     starts = [8 << i for i in range(max(before.values(), default=0).bit_length())]
-    grown = lambda key, n: -(-max(least, n) // (step := math.lcm(n, names.parts[key]))) * step
-    for several in (*([key] for key in kept), kept):
-        for start in starts:
-            left = [key for key in several if found[key] == before[key]]
-            targets = {key: grown(key, start << i) for i, key in enumerate(left)}
-            take({key: n for key, n in targets.items() if n < before[key]})
+    for several, start in itertools.product((*([key] for key in kept), kept), starts):
+        left = [key for key in several if found[key] == before[key]]
+        steps = {key: math.lcm(start << i, names.parts[key]) for i, key in enumerate(left)}
+        targets = {key: max(n, -(-least // n) * n) for key, n in steps.items()}
+        take({key: n for key, n in targets.items() if n < before[key]})
     return names.resized(arrays, found), found
 
 
