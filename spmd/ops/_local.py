@@ -277,7 +277,8 @@ def _refuse_collectives(call: Call, axes: Collection[Any]) -> None:
 def _stood_in(job: _Job, call: Call, shards: Sequence[Any]) -> Any:
     """What the reference makes of whole arrays, cut into shards again: a trace for numbers has no opaque code."""
     frame, axes = call.frame, _varying(call, shards)
-    whole = [_join(call, _gathered(x, frame), layout) for x, layout in zip(shards, _inputs(call, shards), strict=True)]
+    pairs = zip(shards, _inputs(call, shards), strict=True)
+    whole = [_join(call, _gathered(x, layout, frame), layout) for x, layout in pairs]
     on_whole = job.open(whole, frame.replace(mode="reference"))
     outs = _results(on_whole, job.reference(*whole) if job.reference else None)
     found: list[Any] = []
@@ -302,11 +303,12 @@ def _stood_in(job: _Job, call: Call, shards: Sequence[Any]) -> Any:
     return [_lax.retype(_lax.retype(y, axes, "reference"), axes, "shown") for y in found]
 
 
-def _gathered(x: Any, frame: Frame) -> Any:
-    """The blocks of all devices, one leading dimension per mesh axis."""
-    x = _compat.pvary(x, frame.axis_names)
+def _gathered(x: Any, layout: Layout, frame: Frame) -> Any:
+    """The blocks of all devices, one leading dimension per mesh axis. Of copies each device keeps its own."""
     for axis in reversed(frame.axis_names):
-        x = _lax.all_gather(x[None], (axis,), 0, "varying")
+        x = x[None]
+        if axis in (*layout.axes, *layout.unreduced):
+            x = _lax.all_gather(x, (axis,), 0, "varying")
     return x
 
 

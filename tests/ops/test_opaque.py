@@ -152,6 +152,28 @@ def test_a_mistake_beside_it_is_found(mesh):
         assert_same_on_any_mesh(program(mesh, wrong=True), X, W)
 
 
+def test_copies_that_differ_do_not_become_equal(mesh):
+    """What is right on the first device only is wrong."""
+
+    @spmd.kernel("b/dp d -> b/dp d", mesh=mesh, check="off")
+    def body(x):
+        x = jnp.where(spmd.axis_index("tp") == 0, x, 0 * x)
+        return spmd.opaque(sine, "b/dp d -> b/dp d", reference=jnp.sin)(x)
+
+    shown = lambda x: body.trace(x)
+    with pytest.raises(spmd.errors.SpmdError):  # JAX's own types refuse what differs there
+        shown(X)
+    raw = jax.shard_map(
+        lambda x: spmd.opaque(sine, "b/dp d -> b/dp d", reference=jnp.sin)(
+            jnp.where(lax.axis_index("tp") == 0, x, 0 * x)
+        ),
+        mesh=mesh,
+        in_specs=jax.P("dp"),
+        out_specs=jax.P("dp", "tp"),
+    )
+    assert spmd.check(raw, X, reference=lambda x: jnp.tile(jnp.sin(x), (1, 4))).verdict.kind == "wrong"
+
+
 def test_without_a_reference_it_is_not_tested(mesh):
     verdict = spmd.check(wrapped(mesh, sine, None), X).verdict
     assert verdict.kind == "not tested" and "pallas_call" in str(verdict)
