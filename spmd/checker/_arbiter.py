@@ -14,7 +14,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -444,19 +444,19 @@ def _leaves(run: _Run, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[
     return False
 
 
+@contextlib.contextmanager
+def for_numbers(sizes: Mapping[str, int], how: Mode = "explicit", collect: bool = True) -> Iterator[None]:
+    """What surrounds a trace for numbers, on a mesh of these sizes."""
+    with collecting(collect), interpreted(True), resized(tuple(sizes.items())), mode(how), no_mesh():
+        yield
+
+
 def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., Any], structs: Sequence[Any]) -> Traced:
     """A function traced on a mesh of these sizes."""
     around = [jax.sharding.use_abstract_mesh(_like(mesh, sizes)), no_mesh()]
     while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
         try:
-            with (
-                collecting(True),
-                interpreted(True),
-                resized(tuple(sizes.items())),
-                mode(how),
-                no_mesh(),
-                around.pop(0),
-            ):
+            with for_numbers(sizes, how), around.pop(0):
                 jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
             return Traced(jaxpr, jax.tree.structure(shapes))
         except Exception as error:  # of the program, which may raise anything

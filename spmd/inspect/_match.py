@@ -225,7 +225,7 @@ def _claim(piece: _Piece, groups: Sequence[Sequence[_Wanted]], rest: list[_Piece
 def _says(piece: _Piece, row: WrittenCollective) -> bool:
     """Return whether the name of a compiled collective, or of a part of it, says a written one."""
     if row.axes and piece.of.axes and not set(piece.of.axes) <= set(row.axes):
-        return False  # it is no part of one that is over its axes and no others
+        return False  # it is not part of a move over its axes alone
     if isinstance(row.text, CallName):
         return any(row.text in name for name in piece.names)
     # a raw call of jax.lax: its name is too common to go by alone

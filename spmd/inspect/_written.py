@@ -137,9 +137,9 @@ class Memory:
     def cautious(self) -> int:
         """`peak` if nothing is fused, nor anything written where an operand lay, or a tenth above that without kernels.
 
-        `spmd.fused` is no kernel here. It is the larger of both, and not a bound. For programs of a transformer the
-        estimate without kernels was at most 10 % below the figure of the compiler for CPUs. It was at most 8 % below
-        that for H100s in bfloat16, and up to 29 % in float32, where attention writes its scores.
+        `spmd.fused` does not count as a kernel here. It is the larger of both, and not a bound. For programs of a
+        transformer the estimate without kernels was at most 10 % below the figure of the compiler for CPUs. It was at
+        most 8 % below that for H100s in bfloat16, and up to 29 % in float32, where attention writes its scores.
         """
         return max(
             self._with(self.unfused),

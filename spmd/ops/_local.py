@@ -241,10 +241,15 @@ def _untyped(call: Call, fn: Callable[..., Any], shards: Sequence[Any]) -> Any:
     axis that any of them varies on (whose transpose is a psum), and so are the results.
     """
     axes = _varying(call, shards)
-    hide = lambda x: _lax.retype(_compat.pvary(x, axes), axes, "hidden")
+    hide = functools.partial(_hidden, axes=axes)
     with _without_axes(call):
         out = run_apart(fn, [*map(hide, shards)], call.frame.enter, functools.partial(_check_alone, call), hide)
     return [_lax.retype(jnp.asarray(y), axes, "shown") for y in _results(call, out)]
+
+
+def _hidden(x: Any, axes: Axes) -> Any:
+    """A shard that JAX does not know to vary."""
+    return _lax.retype(_compat.pvary(x, axes), axes, "hidden")
 
 
 @contextlib.contextmanager
@@ -290,9 +295,8 @@ def _stood_in(job: _Job, call: Call, shards: Sequence[Any]) -> Any:
         equal = frame.in_mesh_order(_compat.varying_axes(y) - {*axes})
         found.append(_compat.pvary(_lax.retype(y, equal, "invarying"), axes))
     if not resized.value:  # elsewhere the sizes may be too small for the function
-        hidden = [_lax.retype(_compat.pvary(x, axes), axes, "hidden") for x in shards]
         with _without_axes(call):
-            traced, _ = traced_apart(job.fn, hidden, frame.enter)
+            traced, _ = traced_apart(job.fn, [_hidden(x, axes) for x in shards], frame.enter)
         _check_alone(call, traced)
         types = [[f"{x.dtype}{list(x.shape)}" for x in some] for some in (traced.out_avals, found)]
         if types[0] != types[1]:

@@ -23,7 +23,7 @@ from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.walker import equations, opened
 from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
-from spmd.checker._arbiter import collecting
+from spmd.checker._arbiter import for_numbers
 from spmd.checker._arguments import drawn, smaller
 from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide
 from spmd.checker._primitives import NotSimulated
@@ -32,7 +32,7 @@ from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, Spm
 from spmd.kernels._kernel import Kernel
 from spmd.kernels._plan import names_in
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for, no_mesh, resized, with_sizes
-from spmd.modes import interpreted, mode
+from spmd.modes import mode
 from spmd.testing._assertions import Mismatch
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
@@ -219,8 +219,7 @@ class _Program:
                     return self._run(mesh)
             quiet = isinstance(self.kernel, Kernel) and self.kernel.signature.check != "error"
             abstract = with_sizes(mesh, {})
-            traced = interpreted(True), resized(sizes), mode("explicit"), collecting(quiet)
-            with no_mesh(), use_abstract_mesh(abstract), traced[0], traced[1], traced[2], traced[3]:
+            with for_numbers(mesh.shape, collect=quiet), use_abstract_mesh(abstract):
                 return self._simulated(abstract)
         except NotSimulated:
             raise
