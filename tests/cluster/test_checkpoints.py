@@ -223,6 +223,14 @@ def test_a_step_without_checksums_was_not_finished(saved, capsys):
     assert saved.restore(make, jax.random.key(0)).step == 1
 
 
+def says_the_same(damaged, content):
+    """Return whether both are the same JSON. The last digit of a time can be one that float64 does not hold."""
+    try:
+        return json.loads(damaged) == json.loads(content)
+    except ValueError:
+        return False
+
+
 def test_damage_beside_the_arrays_never_changes_the_data(saved, mesh, capsys):
     """Of what we write ourselves: a flipped bit could say that other samples come next."""
     new_data = lambda: batches(np.arange(40), "b/dp", batch=4, seed=3, mesh=mesh)
@@ -237,18 +245,19 @@ def test_damage_beside_the_arrays_never_changes_the_data(saved, mesh, capsys):
         same(found.state, make(jax.random.key(found.step)))
         return found.step
 
-    for at in dice.integers(0, len(content), 8):
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        assert restored() == 1
-    places = [i for i, one in enumerate(content) if chr(one).isdigit()]
-    for at in dice.choice(places, 4):  # still JSON
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        assert restored() == 1
+    digits = [i for i, one in enumerate(content) if chr(one).isdigit()]  # with another digit it is JSON still
+    wrong = 0
+    for at in [*dice.integers(0, len(content), 8), *dice.choice(digits, 4)]:
+        damaged = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+        path.write_bytes(damaged)
+        wrong += not says_the_same(damaged, content)
+        assert restored() == (2 if says_the_same(damaged, content) else 1)
+    assert wrong > 6
     cut(path)
     assert restored() == 1
     forget(path)
     assert restored() == 1
-    assert capsys.readouterr().err.count("step 2 is damaged") == 14
+    assert capsys.readouterr().err.count("step 2 is damaged") == wrong + 2
     path.write_bytes(content)
     assert restored() == 2
 
