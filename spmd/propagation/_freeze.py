@@ -193,12 +193,13 @@ class Writer:
     def _note(self, op: Any, name: str) -> None:
         """Note along which axes results differ by JAX's type: along those of the operands, or of a verb's layout; and
         where an expression can stand."""
-        places = name in KINDS or name in ("sdy.all_slice", "stablehlo.iota")
+        moved, counts = name in KINDS or name == "sdy.all_slice", name in ("stablehlo.iota", "stablehlo.scatter")
         operands = [self.known[value] for value in op.operands if value in self.known]
         level = max((one.level for one in operands), default=0)
         for result in [one for one in op.results if one not in self.between]:
             made = self.known[result]
-            varies = axes_of(made.place) if places else frozenset().union(*(one.varies for one in operands))
+            varies = axes_of(made.place) if moved or counts else frozenset()
+            varies = varies if moved else varies.union(*(one.varies for one in operands))
             named = made.text.isidentifier() and not any(made.text == one.text for one in operands)
             self.known[result] = made._replace(varies=varies, level=made.level if named else level)
 

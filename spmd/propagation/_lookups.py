@@ -127,7 +127,8 @@ def gathered(writer: Any, op: Any) -> None:
     if found == gone and len(gone) == 1 and not batch and made.place.dims[gone[0]]:
         _taken(writer, op, made, at, gone[0], offset)
         return
-    _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
+    piece = [d for d in range(len(sizes)) if d not in batch and (d in found or sizes[d] != kind.shape[d])]
+    _indexed(writer, made, piece, batch, at, where)
     local = kind.local_shape(made.place)
     taken = tuple(local[d] if size == kind.shape[d] else size for d, size in enumerate(sizes))
     left = [d for d in range(len(sizes)) if d not in (*gone, *batch)]
@@ -187,18 +188,17 @@ def scattered(writer: Any, op: Any) -> None:
     if by != "stablehlo.return" and by not in _OF_TWO:
         writer.fail("an update by this function")
     verb = f"scatter_{_OF_TWO[by]}" if by in _OF_TWO else "scatter"
-    rows = (
-        found == gone
-        and len(gone) == 1
-        and not batch
-        and [*sizes[: gone[0]], *sizes[gone[0] + 1 :]] == [n for d, n in enumerate(kind.shape) if d != gone[0]]
-    )
+    piece = [d for d in range(len(sizes)) if d not in batch and (d in found or sizes[d] != kind.shape[d])]
+    rows = piece == found == gone and len(gone) == 1 and not batch
     if rows and made.place.dims[gone[0]] and verb == "scatter_add" and is_zero(op.operands[0]):
         _added(writer, op, at, new, gone[0], window)
         return
-    _indexed(writer, made, kind.shape, found, sizes, batch, at, where)
+    # Each device drops the updates that lie outside of its block. This takes single elements along the dimension.
+    divided = [d for d in found if d in gone and made.place.dims[d]]
+    _indexed(writer, made, [d for d in piece if d not in divided], batch, at, where)
+    ids = _in_blocks(writer, op, made, at, found, divided) if divided else bare(at.text)
     numbers = f"jax.lax.ScatterDimensionNumbers{tuple(map(tuple, (window, gone, found, batch, where)))}"
-    given = f"{bare(made.text)}, {bare(at.text)}, {bare(new.text)}, {numbers}"
+    given = f"{bare(made.text)}, {ids}, {bare(new.text)}, {numbers}"
     text = f'jax.lax.{verb}({given}, mode="fill")'
     over = [d for d in range(len(updates)) if d not in window]
     own = {axis for d in batch for axis in made.place.dims[d]}
@@ -229,20 +229,23 @@ def _added(writer: Any, op: Any, at: Made, new: Made, along: int, window: Sequen
 
 
 def _indexed(
-    writer: Any,
-    made: Made,
-    shape: Sequence[int],
-    found: Sequence[int],
-    sizes: Sequence[int],
-    batch: Sequence[int],
-    at: Made,
-    where: Sequence[int],
+    writer: Any, made: Made, piece: Sequence[int], batch: Sequence[int], at: Made, where: Sequence[int]
 ) -> None:
-    """Refuse a lookup in a divided dimension, and batches of an array and of its indices that lie otherwise."""
-    piece = [d for d in range(len(shape)) if d not in batch and (d in found or sizes[d] != shape[d])]
+    """Refuse a lookup along divided dimensions of `piece`, and batches of an array and of its indices that differ."""
     whole(writer, made.place.dims, piece)
     if [made.place.dims[d] for d in batch] != [at.place.dims[d] for d in where]:
         writer.fail("a lookup whose batch lies otherwise than its indices")
+
+
+def _in_blocks(writer: Any, op: Any, made: Made, at: Made, found: Sequence[int], divided: Sequence[int]) -> str:
+    """Return indices that count from where this device's block begins: those of other blocks are outside of it."""
+    starts = []
+    for d in found:
+        key = writer.named(typed(op.operands[0]).shape[d])
+        layout = writer.layout((key,), Place((made.place.dims[d],)))
+        starts.append(f'spmd.offset("{layout}", {key}={writer.sizes[key]})' if d in divided else "0")
+    ids = f"{bare(at.text)}.astype(jnp.int32)"  # of no sign, they would not go below zero
+    return f"{ids} - jnp.stack([{', '.join(starts)}])" if len(starts) > 1 else f"{ids} - {starts[0]}"
 
 
 def whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:

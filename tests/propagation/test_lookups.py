@@ -74,6 +74,17 @@ def rows_of_a_divided_table_gradient(table, ids):
     return jax.grad(lambda t: (t[ids] ** 2).sum())(table)
 
 
+@entered("b/dp d/tp e, n, n e, n", "float32 int32 float32 uint32")
+def elements_of_a_divided_array(x, at, new, other):
+    x = x.at[at, other].add(new).at[at[::-1], -1].set(new, mode="drop", unique_indices=True)
+    return jax.lax.fori_loop(0, 3, lambda i, x: x.at[2 * i].set(1.0).at[:, i].multiply(2.0), x)
+
+
+@entered("b/tp d/dp")
+def sorted_along_a_divided_dimension_gradient(x):
+    return jax.grad(lambda x: (jnp.sort(x, 0) ** 3).sum())(x)
+
+
 @entered("b/dp d, b/dp d")
 def cumulated_over_devices(x, y):
     return jnp.cumsum(x, 0) + jax.lax.cumsum(y, 0, reverse=True)
