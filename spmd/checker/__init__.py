@@ -7,7 +7,7 @@ docs/pages/checker.md says what is proved and what is not.
 from __future__ import annotations
 
 from spmd._jaxprs.lines import line_of
-from spmd.checker._api import InState, OutputFacts, check_body, check_jaxpr, checked, explain_output, in_states_of
+from spmd.checker._api import OutputFacts, check_body, check_jaxpr, checked, explain_output
 from spmd.checker._arbiter import Trial, tried
 from spmd.checker._dataflow import Rules, rules
 from spmd.checker._finding import Finding
@@ -17,7 +17,6 @@ from spmd.checker._verdict import Verdict
 __all__ = [
     "Finding",
     "Findings",
-    "InState",
     "OutputFacts",
     "Rules",
     "Trial",
@@ -27,7 +26,6 @@ __all__ = [
     "checked",
     "early",
     "explain_output",
-    "in_states_of",
     "line_of",
     "rules",
     "tried",

@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from spmd import _compat
 from spmd._jaxprs.facts import Gather, gather_around, left_axes, left_text
 from spmd._jaxprs.lines import called_at, is_ours, is_transposed, line_of, line_of_error
-from spmd._jaxprs.walker import Variable, equations, opened, shape_of
+from spmd._jaxprs.traces import FlatProgram
+from spmd._jaxprs.walker import Variable, equations, opened
 from spmd._trees.leaves import is_array
-from spmd.checker._arbiter import TOO_LARGE, Traced, Trial, collecting, first_body, is_traced, tried
+from spmd.checker._arbiter import Trial, collecting, first_body, is_traced, too_large, tried
 from spmd.checker._arguments import fewer_devices, names_of, smaller
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
-from spmd.checker._state import State, hidden, plain
+from spmd.checker._state import State
 from spmd.checker._verdict import (
     Verdict,
     about_gradients,
@@ -62,13 +63,13 @@ def checked(
 
     with collecting(True), interpreted(True):
         try:
-            jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(*arrays)
+            program = FlatProgram.of(run, *arrays)
         except ReplicationError as error:  # what a verb or JAX's own types say before the trace ends
             told = [one for one in error.findings if isinstance(one, Finding)]
             told = told or [found(error.fault, "layout", line_of_error(error) or called_at())]
             shown = partial(listing, error.program, name)
             return Findings(told, shown, Verdict("wrong", ["It is refused as it is traced"]))
-    walk = Dataflow(name, ())
+    walk, jaxpr = Dataflow(name, ()), program.jaxpr
     walk_closed(walk, jaxpr)
     if not walk.sizes:
         return Findings((), partial(listing, jaxpr, name), _without_bodies(jaxpr, name))
@@ -77,7 +78,7 @@ def checked(
     trial = _tried(
         run,
         arrays,
-        Traced(jaxpr, jax.tree.structure(shapes)),
+        program,
         walk.sizes,
         gradients=not backward,
         alone=about_gradients(walk.findings),
@@ -116,7 +117,7 @@ def _without_bodies(jaxpr: Any, name: str) -> Verdict:
 def _tried(
     run: Callable[..., Any],
     arrays: Sequence[Any],
-    traced: Traced,
+    traced: FlatProgram,
     sizes: Mapping[str, int],
     *,
     gradients: bool,
@@ -125,11 +126,11 @@ def _tried(
 ) -> Trial:
     """Return what numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few
     devices."""
-    mesh, found = first_body(traced.jaxpr).params["mesh"], Trial(sizes, why=TOO_LARGE)
+    mesh, found = first_body(traced.jaxpr).params["mesh"], too_large(sizes)
     if fewer_devices(sizes) == sizes:
         found = tried(run, arrays, mesh, sizes, gradients=gradients, alone=alone, traced=traced, reference=reference)
     for most in (4, 2):
-        if found.why != TOO_LARGE:
+        if not found.large:
             break
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
@@ -170,8 +171,7 @@ def check_jaxpr(
     """
     if how == "off" or (collecting.value and not always):
         return
-    walk = Dataflow(kernel, mesh_axes)
-    walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
+    walk = Dataflow(kernel, mesh_axes, arg_names=arg_names, arg_layouts=arg_layouts)
     walk_closed(walk, closed_jaxpr)
     try:
         _report(kernel, walk, how, ask)
@@ -194,26 +194,9 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[bool], Trial] 
     report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, trial.why)
 
 
-class InState(NamedTuple):
-    """One input of an inlined body: the axes it may differ on, and those it is a partial sum on."""
-
-    different: tuple[str, ...] = ()
-    partial: tuple[str, ...] = ()
-
-
-def in_states_of(values: Iterable[Any]) -> list[InState]:
-    """Return what JAX says of arrays: a varying one is different, an unreduced one a partial sum, others are equal."""
-    states = []
-    for value in values:
-        partial = _compat.unreduced_axes(value)
-        different = _compat.varying_axes(value) | partial
-        states.append(InState(tuple(sorted(different)), tuple(sorted(partial))))
-    return states
-
-
 def check_body(
     closed_jaxpr: Any,
-    in_states: Sequence[InState],
+    shards: Sequence[Any],
     *,
     mesh_axes: tuple[str, ...],
     kernel: str,
@@ -227,7 +210,7 @@ def check_body(
 
     Args:
       closed_jaxpr: The body's own jaxpr.
-      in_states: Its inputs in order, without constants; `in_states_of(arrays)` reads them off JAX's types.
+      shards: Its inputs, without constants. JAX's types say along which axes they differ, or are partial sums.
       mesh_axes: The mesh axes that the kernel's layouts speak about.
       kernel: Its name, for the message.
       axis_sizes: Their sizes.
@@ -241,19 +224,9 @@ def check_body(
         return
     walk = Dataflow(kernel, mesh_axes, axis_sizes)
     walk.active = True
-    inner, _ = opened(closed_jaxpr)
-    walk.varying = [state.different for state in in_states]
-    operands = [_seeded(walk, var, state) for var, state in zip(inner.invars, in_states, strict=True)]
-    walk_closed(walk, closed_jaxpr, operands)
+    walk.varying = [_compat.varying_axes(x) | _compat.unreduced_axes(x) for x in shards]
+    walk_closed(walk, closed_jaxpr, [walk.constant(None, x) for x in shards])
     _report(kernel, walk, how, ask)
-
-
-def _seeded(walk: Dataflow, var: Variable, state: InState) -> State:
-    """An input of which only the type is known. How it varies along its axes is not known."""
-    partial = frozenset(walk.tracked(state.partial))
-    different = frozenset(walk.tracked(state.different)) - partial
-    dims = tuple(hidden(n) if different else plain(n) for n in shape_of(var))
-    return State(dims, partial, different)
 
 
 @dataclass(frozen=True)
@@ -301,9 +274,7 @@ def explain_output(
     Returns:
       One entry per output of the body.
     """
-    walk = Dataflow(kernel, mesh_axes)
-    walk.trusting = False
-    walk.arg_names, walk.arg_layouts = tuple(arg_names), tuple(arg_layouts)
+    walk = Dataflow(kernel, mesh_axes, arg_names=arg_names, arg_layouts=arg_layouts, trusting=False)
     walk_closed(walk, closed_jaxpr)
     if not walk.outputs:
         return []

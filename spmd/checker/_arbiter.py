@@ -21,14 +21,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding
 
 from spmd import _compat
 from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import line_of_body, line_of_error
-from spmd._jaxprs.walker import Variable, equations
+from spmd._jaxprs.traces import FlatProgram
+from spmd._jaxprs.walker import equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
@@ -36,14 +36,22 @@ from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, read_as, readings
-from spmd.checker._simulator import COUNTS, FOR_ONE_NUMBER, Fault, NoSuchDevice, Parted, TooLarge, held_number, simulate
+from spmd.checker._simulator import (
+    COUNTS,
+    FOR_ONE_NUMBER,
+    Fault,
+    NoSuchDevice,
+    Parted,
+    Run,
+    TooLarge,
+    held_number,
+    simulate,
+)
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, interpreted, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
-TOO_LARGE = "there are too many numbers: smaller structs can be compared"
-FOR_THESE = "it agrees for arguments like these, which may be sorted, or a mask, and not for others"
 _MOST = 200_000_000  # numbers that one run computes
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
@@ -71,6 +79,8 @@ class Trial:
         program means to depend on these.
       why: Why nothing was compared; "" where something was.
       fails: Whether that is because the program raises an error where nothing is divided.
+      large: Whether that is because there are too many numbers.
+      agrees_as_given: Whether that is because it agrees for the given arguments, and not for others.
       along: How it differs on other meshes: `along(sizes)`, where something differs.
       quiet: Whether one number stood in for all random ones.
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
@@ -87,6 +97,8 @@ class Trial:
     meant: bool = False
     why: str = ""
     fails: bool = False
+    large: bool = False
+    agrees_as_given: bool = False
     along: Callable[[Mapping[str, int]], Sequence[Difference] | None] = field(default=lambda _: None, compare=False)
     quiet: bool = False
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
@@ -108,8 +120,13 @@ class Trial:
         return {axis: one for axis, one in found.items() if one is not None}
 
 
-_Run = Callable[..., tuple[list[Array], list[Fault]]]
-"""From a jaxpr to its results, and what went wrong on the way; with numbers that are read as sizes of its mesh."""
+_Runner = Callable[..., Run]
+"""From a jaxpr to what it makes of its arguments; with numbers that are read as sizes of its mesh."""
+
+
+def too_large(sizes: Mapping[str, int]) -> Trial:
+    """Return that nothing was compared on this mesh, because there are too many numbers."""
+    return Trial(sizes, why="there are too many numbers: smaller structs can be compared", large=True)
 
 
 class _Failed(Exception):
@@ -124,7 +141,7 @@ def tried(
     *,
     gradients: bool = True,
     alone: bool = False,
-    traced: Traced | None = None,
+    traced: FlatProgram | None = None,
     reference: Callable[..., Any] | None = None,
     written: Mapping[str, int] | None = None,
 ) -> Trial:
@@ -144,7 +161,7 @@ def tried(
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
-        return Trial(sizes, why=TOO_LARGE)
+        return too_large(sizes)
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes), Trial(sizes)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
     turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
@@ -157,7 +174,7 @@ def tried(
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
-            return Trial(sizes, why=TOO_LARGE)
+            return too_large(sizes)
         except NotSimulated as error:
             return Trial(sizes, why=f"{error}", fails=isinstance(error, _FailsWhole | NoSuchDevice))
     return found
@@ -178,16 +195,6 @@ class _FailsWhole(NotSimulated):
     """The program raises an error where nothing is divided, and not on its mesh."""
 
 
-class Traced(NamedTuple):
-    """A program of flat arrays, and the structure of what it returns."""
-
-    jaxpr: Any
-    tree: Any
-
-    def __call__(self, *arrays: Any) -> Any:
-        return jax.tree.unflatten(self.tree, jaxpr_as_fun(self.jaxpr)(*arrays))
-
-
 class _Program:
     """A program of arrays to results and gradients, traced once for each mesh. The trace is differentiated."""
 
@@ -197,13 +204,13 @@ class _Program:
         arrays: Sequence[Any],
         mesh: Any,
         sizes: Mapping[str, int],
-        traced: Traced | None,
+        traced: FlatProgram | None,
         reference: Callable[..., Any] | None,
         written: Mapping[str, int],
     ) -> None:
         self.reference, self.written = reference, written
         self.shifts: list[str] = []
-        self.rounded: list[float] = []
+        self.rounded = 0.0
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         given = all(map(_has_numbers, arrays))
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
@@ -219,7 +226,7 @@ class _Program:
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
         self.pulled: dict[Any, tuple[Any, _Form]] = {}
-        self.forward: dict[Any, Traced] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
+        self.forward: dict[Any, FlatProgram] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
     def tried(self, grad: bool, quiet: bool = False, draws: int | None = None) -> Trial:
         """Compare results, and gradients, for this many draws of the arguments, or for all."""
@@ -241,28 +248,29 @@ class _Program:
             for draw in turn:  # with integers that are large, and with small ones where these leave an array
                 run = self._run(draw, self.grad, number if quiet else None)
                 with contextlib.suppress(Outside):
-                    wanted = run(base, read, other, inside=draw is not turn[-1])[0]
+                    wanted = run(base, read, other, inside=draw is not turn[-1]).outs
                     break
             try:
-                found, faults = run(ours, read, sizes)
+                found = run(ours, read, sizes)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
-            differences = self._differences(form, found, wanted)
+            differences = self._differences(form, found.outs, wanted)
             if turn is self.given:  # where numbers are equal or zero, the gradient may be any of several
                 differences = [one for one in differences if one.path[0].key == "result"]
-            if not (differences or faults):
+            if not (differences or found.faults):
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
-            trial = Trial(sizes, tuple(differences), tuple(faults), gradients, quiet=quiet)
+            trial = Trial(sizes, tuple(differences), tuple(found.faults), gradients, quiet=quiet)
             trial = self._located(trial, form, wanted, run, ours, base)
-            if faults or self.reference:
+            if trial.faults or self.reference:
                 return trial
-            if self._same_on_whole_arrays(form, found, run):
+            if self._same_on_whole_arrays(form, found.outs, run):
                 meant = replace(trial, meant=True)
             elif any(turn is one for one in self.others):
-                return Trial(sizes, why=FOR_THESE)
+                why = "it agrees for arguments like these, which may be sorted, or a mask, and not for others"
+                return Trial(sizes, why=why, agrees_as_given=True)
             elif read or not other or not (read := self._read(ours, base, other, form, run)):
                 if self.shifts:
                     raise NoSuchDevice(FOR_ONE_NUMBER)
@@ -277,7 +285,7 @@ class _Program:
         shown = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
         return self._but_for_nan(replace(shown, shifts=tuple(dict.fromkeys(self.shifts))), form, told)
 
-    def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Run, ours: Any, base: Any) -> Trial:
+    def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Runner, ours: Any, base: Any) -> Trial:
         """The same trial, which tells what differs, on which meshes, and from where on."""
         along = functools.partial(self._along, form, wanted, run)
         first = functools.cache(functools.partial(_first, run, ours, base))
@@ -291,7 +299,7 @@ class _Program:
             return Trial(self.sizes, why=why)
         return replace(trial, gradients=False, underived=f"all of {labelled(silent[0])} are NaN") if silent else trial
 
-    def _always_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Run) -> bool:
+    def _always_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Runner) -> bool:
         """Return whether an index leaves its array on one device, whatever numbers are read as."""
         return all(_leaves(run, base, one, other) for one in readings(ours, base, self.written))
 
@@ -306,16 +314,16 @@ class _Program:
         """Return what goes wrong on the mesh itself, forward."""
         forward = self.forward[*self.sizes.items(), "explicit"]
         try:
-            return tuple(self._run(self.draws[0][-1], grad=False)(forward.jaxpr)[1])
+            return tuple(self._run(self.draws[0][-1], grad=False)(forward.jaxpr).faults)
         except Parted as error:
             return (error.fault,)
 
-    def _read(self, ours: Any, base: Any, other: Mapping[str, int], form: _Form, run: _Run) -> tuple[Reading, ...]:
+    def _read(self, ours: Any, base: Any, other: Mapping[str, int], form: _Form, run: _Runner) -> tuple[Reading, ...]:
         """Return which numbers to read as sizes of axes, so that the program agrees on all meshes; none where no such
         reading is known."""
         for several in readings(ours, base, self.written):
             with contextlib.suppress(NotSimulated):  # a loop may not end with another number
-                wanted = run(base, several, other)[0]
+                wanted = run(base, several, other).outs
                 along = functools.partial(self._along, form, wanted, run, read=several, base=base)
                 if along(self.sizes) == [] and not any(map(along, _alone(self.sizes).values())):  # None: who can tell
                     return several
@@ -325,7 +333,7 @@ class _Program:
         self,
         form: _Form,
         wanted: Sequence[Array],
-        run: _Run,
+        run: _Runner,
         sizes: Mapping[str, int],
         read: Sequence[Reading] = (),
         base: Any = None,
@@ -336,7 +344,7 @@ class _Program:
             read = () if sizes == self.written else read
             if read and len(read_as(read, sizes, jaxpr)) != len(read_as(read, sizes, base)):
                 return None  # a number that is made of the sizes of arrays is the same there
-            found, _ = run(jaxpr, read, sizes)
+            found = run(jaxpr, read, sizes).outs
         except (_Failed, NotSimulated):
             return None
         return self._differences(form, found, wanted) if other == form else None
@@ -369,14 +377,20 @@ class _Program:
             raise NotSimulated("reference= has results of another structure or shape")
         return found
 
-    def _run(self, draw: Any, grad: bool, noise: float | None = None) -> _Run:
+    def _run(self, draw: Any, grad: bool, noise: float | None = None) -> _Runner:
         """Traced programs on these arguments."""
         _, given = pulled(lambda: None, draw, grad=grad)
         with jax.ensure_compile_time_eval():
             numbers = [held_number(x) for x in jax.tree.leaves(given)]
-        return lambda jaxpr, read=(), sizes=(), inside=False, known=None: simulate(
-            jaxpr, numbers, _MOST, noise, read_as(read, sizes, jaxpr), inside, self.shifts, known, self.rounded
-        )
+
+        def run(jaxpr: Any, read: Sequence[Reading] = (), sizes: Any = (), **how: bool) -> Run:
+            read_numbers = read_as(read, sizes, jaxpr)
+            found = simulate(jaxpr, numbers, _MOST, noise=noise, numbers=read_numbers, shifted=True, **how)
+            self.shifts += found.shifts
+            self.rounded = max(self.rounded, found.rounded)
+            return found
+
+        return run
 
     def _traced(self, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """Results and gradients on a mesh of these sizes, and their form."""
@@ -389,18 +403,18 @@ class _Program:
             self.pulled[key, self.grad] = found, form
         return self.pulled[key, self.grad]
 
-    def _pulled(self, program: Traced, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
+    def _pulled(self, program: FlatProgram, sizes: Mapping[str, int], how: Mode = "explicit") -> tuple[Any, _Form]:
         """A traced program with its gradients."""
         run, given = pulled(program, _placed(self.structs, self.specs, self.mesh, sizes), grad=self.grad)
         leaves, structure = jax.tree.flatten(given)
         flat = lambda *given: run(*jax.tree.unflatten(structure, given))
         found = _on_mesh(self.mesh, sizes, how, flat, leaves)
-        return found.jaxpr, _Form(found.tree, tuple(one.shape for one in found.jaxpr.out_avals))
+        return found.jaxpr, _Form(found.structure, tuple(one.shape for one in found.jaxpr.out_avals))
 
-    def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], run: _Run) -> bool:
+    def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], run: _Runner) -> bool:
         whole = self._on_whole_arrays(form)
         with contextlib.suppress(NotSimulated):
-            return bool(whole) and not self._differences(form, found, run(whole)[0])
+            return bool(whole) and not self._differences(form, found, run(whole).outs)
         return False
 
     def _on_whole_arrays(self, form: _Form) -> Any:
@@ -417,7 +431,7 @@ class _Program:
     def _differences(self, form: _Form, got: Sequence[Array], base: Sequence[Array]) -> list[Difference]:
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in (got, base))
         gradients = max(map(_largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
-        close = max(_CLOSE, _ROUNDED * max(self.rounded, default=0.0))
+        close = max(_CLOSE, _ROUNDED * self.rounded)
 
         def allowed(path: Any, y: Array) -> Any:
             return close * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
@@ -425,17 +439,14 @@ class _Program:
         return compared(found, wanted, allowed)
 
 
-def _first(run: _Run, ours: Any, base: Any) -> Located:
+def _first(run: _Runner, ours: Any, base: Any) -> Located:
     """Return where the program on its mesh begins to differ."""
-    here: dict[Variable, Array] = {}
-    there: dict[Variable, Array] = {}
     with contextlib.suppress(NotSimulated):
-        run(ours, known=here)
-        run(base, known=there)
-    return located(ours, base, here, there)
+        return located(ours, base, run(ours, keep=True).known, run(base, keep=True).known)
+    return Located()
 
 
-def _leaves(run: _Run, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[str, int] | None = None) -> bool:
+def _leaves(run: _Runner, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[str, int] | None = None) -> bool:
     """Return whether an index leaves its array in a program, where JAX takes an element inside in its place."""
     try:
         run(jaxpr, read, sizes or {}, inside=True)
@@ -451,14 +462,15 @@ def for_numbers(sizes: Mapping[str, int], how: Mode = "explicit", collect: bool 
         yield
 
 
-def _on_mesh(mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., Any], structs: Sequence[Any]) -> Traced:
+def _on_mesh(
+    mesh: Any, sizes: Mapping[str, int], how: Mode, fn: Callable[..., Any], structs: Sequence[Any]
+) -> FlatProgram:
     """A function traced on a mesh of these sizes."""
     around = [jax.sharding.use_abstract_mesh(_like(mesh, sizes)), no_mesh()]
     while True:  # some programs read their mesh off the context, and a `shard_map` may have another one
         try:
             with for_numbers(sizes, how), around.pop(0):
-                jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*structs)
-            return Traced(jaxpr, jax.tree.structure(shapes))
+                return FlatProgram.of(fn, *structs)
         except Exception as error:  # of the program, which may raise anything
             if not around or not isinstance(error, ValueError):
                 at = f" at {line}" if (line := line_of_error(error)) else ""

@@ -51,8 +51,8 @@ NESTED = 63
 class Control(Engine):
     """An engine that knows loops and branches."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *given: Any, **facts: Any) -> None:
+        super().__init__(*given, **facts)
         self._loops: list[Any] = []
         self._diverged = False
 

@@ -82,15 +82,23 @@ class Engine(Domain):
 
     rules: Mapping[str, Rule] = {}
 
-    def __init__(self, kernel: str, axes: Iterable[str], sizes: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        kernel: str,
+        axes: Iterable[str],
+        sizes: Mapping[str, int] | None = None,
+        *,
+        arg_names: Sequence[str] = (),
+        arg_layouts: Sequence[Layout] = (),
+        trusting: bool = True,
+    ) -> None:
         super().__init__()
         self.kernel = kernel
         self.sizes = dict(sizes or {})
         self.wanted = self.checked = frozenset(axes)
         self.active = False
-        self.trusting = True
-        self.arg_names: tuple[str, ...] = ()
-        self.arg_layouts: tuple[Layout, ...] = ()
+        self.trusting = trusting
+        self.arg_names, self.arg_layouts = arg_names, arg_layouts
         self.varying: Sequence[Axes] = ()
         self.root: Any = None
         self.findings: list[Finding] = []
@@ -217,7 +225,7 @@ class Engine(Domain):
             return self.kept(constant_state(value))
         partial = frozenset(self.tracked(_compat.unreduced_axes(value)))
         different = frozenset(self.tracked(_compat.varying_axes(value))) - partial
-        return self.kept(State(tuple(hidden(n) for n in value.shape), partial, different))
+        return self.kept(State(tuple(map(hidden if different else plain, value.shape)), partial, different))
 
     def literal(self, atom: Variable) -> State:
         value = atom.val

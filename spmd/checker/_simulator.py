@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -92,18 +93,36 @@ class Parted(NotSimulated):
         self.fault = fault
 
 
+class Run(NamedTuple):
+    """What a program made of its arguments.
+
+    Attributes:
+      outs: Its results.
+      faults: What went wrong on the way.
+      shifts: The line of each permutation for another number of devices.
+      rounded: How much an equation rounds that computes with the bits of numbers.
+      known: The value of each variable, if they were kept; inside of a loop that of its first round.
+    """
+
+    outs: list[Array]
+    faults: list[Fault]
+    shifts: Sequence[str] = ()
+    rounded: float = 0.0
+    known: Mapping[Variable, Array] = MappingProxyType({})
+
+
 def simulate(
     jaxpr: Any,
     args: Sequence[Array],
     most: int,
+    *,
     noise: float | None = None,
     numbers: Mapping[int, float] | None = None,
     inside: bool = False,
-    shifts: list[str] | None = None,
-    known: dict[Variable, Array] | None = None,
-    rounded: list[float] | None = None,
-) -> tuple[list[Array], list[Fault]]:
-    """The results of a whole program, and what went wrong on the way.
+    shifted: bool = False,
+    keep: bool = False,
+) -> Run:
+    """Run a whole program.
 
     Args:
       jaxpr: The closed jaxpr of the program.
@@ -112,10 +131,9 @@ def simulate(
       noise: A number between 0 and 1 that stands in for each random one, so that none depends on the mesh.
       numbers: What stands in for numbers of the program, by the `id` of each `Literal` or constant.
       inside: Whether an index that leaves its array is an error.
-      shifts: Gets the line of each permutation for another number of devices, which is taken as the shift that it is
-        there. None: it is an error.
-      known: Gets the value of each variable; inside of a loop that of its first round.
-      rounded: Gets how much each equation rounds that computes with the bits of numbers.
+      shifted: Whether a permutation for another number of devices is taken as the shift that it is there. Else it is
+        an error.
+      keep: Whether the values of variables are kept.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
@@ -123,8 +141,8 @@ def simulate(
       Parted: If devices part before a collective.
     """
     machine = Simulator(most)
-    machine.noise, machine.numbers, machine.shifts = noise, numbers or {}, shifts
-    machine.rounds = None if known is None else {}
+    machine.noise, machine.numbers = noise, numbers or {}
+    machine.shifts, machine.rounds = [] if shifted else None, {} if keep else None
     before = stay_inside.set(inside)
     try:
         with _arithmetic():
@@ -132,11 +150,14 @@ def simulate(
     finally:
         stay_inside.reset(before)
     machine.read(outs)
-    if known is not None:
-        known.update({var: numbers_of(x) for var, x in (machine.known | (machine.rounds or {})).items()})
-    if rounded is not None:
-        rounded.append(machine.rounded)
-    return [bits_of(x, v.aval) for x, v in zip(outs, opened(jaxpr)[0].outvars, strict=True)], machine.faults
+    known = {} if machine.rounds is None else machine.known | machine.rounds
+    return Run(
+        [bits_of(x, v.aval) for x, v in zip(outs, opened(jaxpr)[0].outvars, strict=True)],
+        machine.faults,
+        machine.shifts or (),
+        machine.rounded,
+        {var: numbers_of(x) for var, x in known.items()},
+    )
 
 
 @contextlib.contextmanager

@@ -90,9 +90,8 @@ def judge(
         return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
-    lost = (
-        [f"Types lose a value at {_first(other)}"] if (other := [one for one in unknown if one not in believed]) else []
-    )
+    rest = [one for one in unknown if one not in believed]
+    lost = [f"Types lose a value at {_first(rest)}"] if rest else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
     doubt = [f"Types suspect {_first(cleared)}, and numbers do not show it"] if cleared else []
     sure = not (unknown or cleared or believed or trial.quiet or trial.shifts)

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._processes.copies import check_replicas, put
-from spmd.checker import check_body, in_states_of
+from spmd.checker import check_body
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move
 from spmd.errors import Fault, MeshError, ModeError, PlacementError, VmapWarning, warn
@@ -211,7 +211,7 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
         inner = plan.jit(body, inline=True)
         check_body(
             inner.trace(*shards).jaxpr,
-            in_states_of(shards),
+            shards,
             mesh_axes=frame.axis_names,
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),

@@ -22,7 +22,7 @@ from spmd._jaxprs.facts import KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, check_jaxpr, tried
-from spmd.checker._arbiter import FOR_THESE, collecting, is_traced
+from spmd.checker._arbiter import collecting, is_traced
 from spmd.checker._arguments import Names, smaller
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
@@ -471,7 +471,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
     for arrays in _candidates(plan, leaves, mesh, run):
         found = tried(run, arrays, mesh, dict(mesh.shape), alone=alone, written=dict(plan.mesh.shape))
-        if found.why in ("", FOR_THESE):
+        if found.agrees_as_given or not found.why:
             break
     return found
 

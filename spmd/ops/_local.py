@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.apart import run_apart, traced_apart
 from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.traces import run_apart, traced_apart
 from spmd._jaxprs.walker import axes_of, equations
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
@@ -296,7 +296,7 @@ def _stood_in(job: _Job, call: Call, shards: Sequence[Any]) -> Any:
         found.append(_compat.pvary(_lax.retype(y, equal, "invarying"), axes))
     if not resized.value:  # elsewhere the sizes may be too small for the function
         with _without_axes(call):
-            traced, _ = traced_apart(job.fn, [_hidden(x, axes) for x in shards], frame.enter)
+            traced = traced_apart(job.fn, [_hidden(x, axes) for x in shards], frame.enter).jaxpr
         _check_alone(call, traced)
         types = [[f"{x.dtype}{list(x.shape)}" for x in some] for some in (traced.out_avals, found)]
         if types[0] != types[1]:

@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 
 from spmd import _compat
+from spmd._jaxprs.traces import FlatProgram
 from spmd.comm import _lax
 from spmd.comm._call import Call, open_call
 from spmd.errors import SizeError
@@ -126,18 +126,19 @@ def _held(fn: Apply, like: Any) -> Apply:
     `lax.custom_linear_solve` gives all its arrays one type. A function in it that has taken one of them for another, as
     any does that works with an array that is whole, then fails in a `shard_map`, forward or backward.
     """
-    traced, shape = jax.make_jaxpr(fn, return_shape=True)(like)
-    axes, tree = varying(like), jax.tree.structure(shape)
-    more = [tuple(axis for axis in axes if axis not in _compat.varying_axes(x)) for x in traced.consts]
-    less = [tuple(axis for axis in _compat.varying_axes(x) if axis not in axes) for x in traced.consts]
-    alike = zip(traced.consts, more, less, strict=True)
+    program, axes = FlatProgram.of(fn, like), varying(like)
+    consts = program.jaxpr.consts
+    more = [tuple(axis for axis in axes if axis not in _compat.varying_axes(x)) for x in consts]
+    less = [tuple(axis for axis in _compat.varying_axes(x) if axis not in axes) for x in consts]
+    alike = zip(consts, more, less, strict=True)
     held = [_lax.retype(_compat.pvary(jnp.asarray(x), added), hidden, "hidden") for x, added, hidden in alike]
 
     @functools.partial(jax.checkpoint, prevent_cse=False)  # so that a transpose keeps the arrays, not their other types
     def run(held: Any, x: Any) -> Any:
         were = zip(held, more, less, strict=True)
-        consts = [_lax.to_invarying(_lax.retype(x, hidden, "shown"), added) for x, added, hidden in were]
-        return tree.unflatten(jaxpr_as_fun(traced.replace(consts=consts))(*jax.tree.leaves(x)))
+        return program.given([_lax.to_invarying(_lax.retype(x, hidden, "shown"), added) for x, added, hidden in were])(
+            x
+        )
 
     return functools.partial(run, held)
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from spmd import Layout
+from spmd._jaxprs.traces import FlatProgram
 from spmd._jaxprs.walker import Domain, Equation, Variable, opened, plain_call, walk
 from spmd._trees.leaves import has_room, is_array, kind_of
 from spmd._trees.matching import match_prefix
@@ -51,13 +52,11 @@ class Layer:
     """A traced layer: `layer(consts, weights, shared, x) -> x`.
 
     Attributes:
-      jaxpr: Its body, a function of the leaves of weights, x and shared, over its constants.
-      structure: The structure of its result.
+      body: Its body, a function of weights, x and shared, over its constants.
       save: "activations" keeps for the backward pass what depends on x; "inputs" keeps x alone.
     """
 
-    jaxpr: ClosedJaxpr
-    structure: Any
+    body: FlatProgram
     save: str
 
     @staticmethod
@@ -73,16 +72,14 @@ class Layer:
         found: list[Layer] = []
 
         def probe(rest: Any, x: Any, shared: Any) -> tuple[()]:
-            body, shape = jax.make_jaxpr(layer, return_shape=True)(gather(rest), *x, *shared)
-            found.append(Layer(body, jax.tree.structure(shape), save))
+            found.append(Layer(FlatProgram.of(layer, gather(rest), *x, *shared), save))
             return ()
 
         jax.eval_shape(probe, rest, x, shared)
-        return found[0], list(found[0].jaxpr.consts)
+        return found[0], list(found[0].body.jaxpr.consts)
 
     def __call__(self, consts: Sequence[Any], weights: Any, shared: Any, x: Any) -> Any:
-        run = jaxpr_as_fun(self.jaxpr.replace(consts=list(consts)))
-        return jax.tree.unflatten(self.structure, run(*jax.tree.leaves((weights, x, shared))))
+        return self.body.given(consts)(weights, x, shared)
 
     def forward(self, consts: Any, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
         """The result, and what is kept."""
@@ -93,7 +90,7 @@ class Layer:
         count = len(jax.tree.leaves(out))
         recipe = _Recipe(jaxpr, jax.tree.structure(pull), count, _saved(jaxpr.jaxpr, given, count))
         values = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(given))
-        return jax.tree.unflatten(self.structure, values[:count]), (recipe, [values[i] for i in recipe.saved])
+        return jax.tree.unflatten(self.body.structure, values[:count]), (recipe, [values[i] for i in recipe.saved])
 
     def backward(self, consts: Any, weights: Any, shared: Any, kept: Any, cotangent: Any) -> tuple[Any, ...]:
         """The cotangents of constants, weights, shared arguments and x."""

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import _compat
 from spmd._jaxprs.errors import first_line
+from spmd._jaxprs.traces import FlatProgram
 from spmd._jaxprs.walker import equations, opened
 from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
@@ -256,17 +257,17 @@ class _Program:
         program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
         specs = {id(x): spec for x, spec in zip(jax.tree.leaves(self.given), self.specs, strict=True)}
         structs = jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, specs[id(x)])), arrays)
-        jaxpr, shapes = jax.make_jaxpr(program, return_shape=True)(*structs)
+        flat = FlatProgram.of(program, *structs)
         try:
-            outs, faults = simulate(jaxpr, list(map(held_number, jax.tree.leaves(arrays))), _MOST_NUMBERS)
+            found = simulate(flat.jaxpr, list(map(held_number, jax.tree.leaves(arrays))), _MOST_NUMBERS)
         except Parted as error:
             _check_divergent(fn, args, kwargs)
             raise ReplicationError(f"{error}.", call=_CALL) from error
-        if faults:
-            axes = ", ".join(faults[0].axes)
+        if found.faults:
+            axes = ", ".join(found.faults[0].axes)
             rule = f"{self.name}: a result is said to be equal along {axes}, and devices hold different numbers."
             raise Mismatch(f"{rule}\nadvice: spmd.check(...) has the line")
-        return _Run(mesh, jax.tree.unflatten(jax.tree.structure(shapes), outs), _SIMULATED, {})
+        return _Run(mesh, jax.tree.unflatten(flat.structure, found.outs), _SIMULATED, {})
 
     def _run(self, mesh: Mesh) -> _Run:
         fn, args, kwargs = self._placed(mesh)

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from spmd.checker import InState, check_body, in_states_of
+from spmd.checker import check_body
 from spmd.errors import ReplicationError
 from tests.checker.harness import AXES, mark, mesh
 
@@ -24,16 +24,15 @@ def wrong(x, w):
     return mark(x @ w, "a/dp b", "output")
 
 
-def checked(fn, in_states=None):
+def checked(fn, x=P("dp", "tp"), w=P("tp")):
     """Check `fn` where a kernel would: while the user's shard_map is traced."""
 
     def outer(x, w):
         jaxpr = jax.make_jaxpr(fn)(x, w)
-        states = in_states_of([x, w]) if in_states is None else in_states
-        check_body(jaxpr, states, mesh_axes=AXES, kernel="inner", axis_sizes=SIZES)
+        check_body(jaxpr, [x, w], mesh_axes=AXES, kernel="inner", axis_sizes=SIZES)
         return fn(x, w)
 
-    run = jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp"))
+    run = jax.shard_map(outer, mesh=mesh(), in_specs=(x, w), out_specs=P("dp"))
     jax.jit(run).trace(jnp.ones((8, 8)), jnp.ones((8, 8)))
 
 
@@ -43,13 +42,9 @@ def test_types_seed_the_inputs() -> None:
         checked(lambda x, w: lax.psum(wrong(x, w), "tp"))
 
 
-def test_given_states_win() -> None:
-    checked(body, [InState(("dp", "tp")), InState()])
+def test_an_input_that_is_equal_holds_no_terms() -> None:
     with pytest.raises(ReplicationError, match="says that each device along tp holds one term"):
-        checked(lambda x, w: lax.psum(mark(x @ w, "a/dp b {U:tp}"), "tp"), [InState(("dp",)), InState()])
-    both = InState(("dp", "tp"), ("tp",))
-    with pytest.raises(ReplicationError, match="two such sums"):
-        checked(lambda x, w: lax.psum(x @ w, "tp"), [both, both])
+        checked(lambda x, w: lax.psum(mark(x @ w, "a/dp b {U:tp}"), "tp"), P("dp"), P())
 
 
 def test_values_closed_over_are_known_by_their_types() -> None:
@@ -57,7 +52,7 @@ def test_values_closed_over_are_known_by_their_types() -> None:
 
     def outer(x, w):
         later = lambda y: mark(jnp.tanh(y + x) @ w, "a/dp b/tp")  # blocks of what nobody knows: of anything
-        check_body(jax.make_jaxpr(later)(x), in_states_of([x]), **known)
+        check_body(jax.make_jaxpr(later)(x), [x], **known)
         with pytest.raises(ReplicationError, match="differs along dp and tp"):
             check_body(jax.make_jaxpr(lambda: mark(x, "a b"))(), [], **known)
         with pytest.raises(ReplicationError, match="every device along dp holds the same block"):
@@ -66,14 +61,4 @@ def test_values_closed_over_are_known_by_their_types() -> None:
 
     jax.jit(jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P("tp")), out_specs=P("dp", "tp"))).trace(
         jnp.ones((8, 8)), jnp.ones((8, 8))
-    )
-
-
-def test_types_are_read() -> None:
-    def outer(x, w):
-        assert in_states_of([x, w]) == [InState(("dp", "tp")), InState(())]
-        return x
-
-    jax.jit(jax.shard_map(outer, mesh=mesh(), in_specs=(P("dp", "tp"), P()), out_specs=P("dp", "tp"))).trace(
-        jnp.ones((8, 8)), jnp.ones(())
     )

@@ -1,8 +1,8 @@
-"""Code of others inside a `shard_map`, traced where JAX does not ask along which mesh axes values vary.
+"""Traced functions with the structure of what they return, and code of others inside a `shard_map`.
 
-JAX asks that of each result in the body of a `shard_map`. A Pallas call has to answer in its `out_shape`, and those of
-libraries do not. JAX keeps what it asks by thread. So such code is traced in a thread of its own, backward too, and the
-body runs the equations.
+JAX asks along which mesh axes each result varies in the body of a `shard_map`. A Pallas call has to answer in its
+`out_shape`, and those of libraries do not. JAX keeps what it asks by thread. So such code is traced in a thread of its
+own, backward too, and the body runs the equations.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,33 +36,54 @@ _SETTINGS = (
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def traced_apart(fn: Callable[..., Any], args: Sequence[Any], around: Around) -> tuple[Any, Any]:
+class FlatProgram(NamedTuple):
+    """A traced function of arrays.
+
+    Attributes:
+      jaxpr: The jaxpr, closed: a function of the leaves of the arguments.
+      structure: The structure of what the function returns.
+    """
+
+    jaxpr: Any
+    structure: Any
+
+    @classmethod
+    def of(cls, fn: Callable[..., Any], *args: Any) -> Self:
+        """Trace a function with these arguments, or structs of them."""
+        jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+        return cls(jaxpr, jax.tree.structure(shapes))
+
+    def __call__(self, *args: Any) -> Any:
+        return jax.tree.unflatten(self.structure, jaxpr_as_fun(self.jaxpr)(*jax.tree.leaves(args)))
+
+    def given(self, consts: Sequence[Any]) -> Self:
+        """Return the same function over other values in place of those that it closes over."""
+        return self._replace(jaxpr=self.jaxpr.replace(consts=list(consts)))
+
+
+def traced_apart(fn: Callable[..., Any], args: Sequence[Any], around: Around) -> FlatProgram:
     """Trace a function of arrays in a thread of its own.
 
     Args:
       fn: The function.
       args: Its arguments.
       around: What the thread enters before.
-
-    Returns:
-      The closed jaxpr, and the structure of the result.
     """
     types = map(jax.typeof, args)
     structs = [jax.ShapeDtypeStruct(one.shape, one.dtype, weak_type=one.weak_type) for one in types]
     settings = [(getattr(jax, name), getattr(jax.config, f"jax_{name}")) for name in _SETTINGS]
     mesh = jax.sharding.get_abstract_mesh()
 
-    def run() -> tuple[Any, Any]:
+    def run() -> FlatProgram:
         with contextlib.ExitStack() as stack:
             for setting, value in settings:
                 stack.enter_context(setting(value))
             stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
             stack.enter_context(around())
-            return jax.make_jaxpr(fn, return_shape=True)(*structs)
+            return FlatProgram.of(fn, *structs)
 
     with ThreadPoolExecutor(1) as thread:
-        jaxpr, shapes = thread.submit(contextvars.copy_context().run, run).result()
-    return jaxpr, jax.tree.structure(shapes)
+        return thread.submit(contextvars.copy_context().run, run).result()
 
 
 def run_apart(
@@ -81,18 +102,18 @@ def run_apart(
       check: Gets the jaxpr.
       entered: From a value that the function closes over to that value as another argument.
     """
-    jaxpr, structure = traced_apart(fn, args, around)
-    check(jaxpr)
-    closed = [i for i, x in enumerate(jaxpr.consts) if isinstance(x, jax.core.Tracer)]
-    given = (*(entered(jaxpr.consts[i]) for i in closed), *args)
+    program = traced_apart(fn, args, around)
+    check(program.jaxpr)
+    consts = program.jaxpr.consts
+    closed = [i for i, x in enumerate(consts) if isinstance(x, jax.core.Tracer)]
+    given = (*(entered(consts[i]) for i in closed), *args)
 
     def run(*given: Any) -> list[Any]:
-        consts = _filled(jaxpr.consts, closed, given[: len(closed)])
-        return jaxpr_as_fun(jaxpr.replace(consts=consts))(*given[len(closed) :])
+        return jax.tree.leaves(program.given(_filled(consts, closed, given[: len(closed)]))(*given[len(closed) :]))
 
-    own = any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(jaxpr))
-    outs = (_derived(run, given, jaxpr.out_avals, around) if own else run)(*given)
-    return jax.tree.unflatten(structure, outs)
+    own = any(eqn.primitive.name.startswith("custom_vjp") for eqn in equations(program.jaxpr))
+    outs = (_derived(run, given, program.jaxpr.out_avals, around) if own else run)(*given)
+    return jax.tree.unflatten(program.structure, outs)
 
 
 def _derived(fn: Callable[..., Any], args: Sequence[Any], outs: Sequence[Any], around: Around) -> Callable[..., Any]:
@@ -100,9 +121,7 @@ def _derived(fn: Callable[..., Any], args: Sequence[Any], outs: Sequence[Any], a
     moving, real = ([i for i, x in enumerate(some) if jnp.issubdtype(x.dtype, jnp.inexact)] for some in (args, outs))
     still = lambda some: [np.zeros(x.shape, jax.dtypes.float0) for x in some]
 
-    def again(fn: Callable[..., Any], *args: Any) -> Any:
-        jaxpr, structure = traced_apart(fn, args, around)
-        return jax.tree.unflatten(structure, jaxpr_as_fun(jaxpr)(*args))
+    again = lambda fn, *args: traced_apart(fn, args, around)(*args)
 
     @jax.custom_vjp
     def run(*args: Any) -> Any:
@@ -130,7 +149,5 @@ def _derived(fn: Callable[..., Any], args: Sequence[Any], outs: Sequence[Any], a
 
 def _filled(values: Sequence[Any], places: Sequence[int], others: Sequence[Any]) -> list[Any]:
     """The values, with others in these places."""
-    found = list(values)
-    for i, x in zip(places, others, strict=True):
-        found[i] = x
-    return found
+    chosen = dict(zip(places, others, strict=True))
+    return [chosen.get(i, x) for i, x in enumerate(values)]
