@@ -235,11 +235,11 @@ def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any
 
 def _weights(labels: Any, mask: Any, ignore: int | None, dtype: Any) -> Any:
     """Return how much each token counts; None if all count the same."""
-    weights = None if mask is None else mask.astype(dtype)
-    if ignore is None:
-        return weights
-    counts = (labels != ignore).astype(dtype)
-    return counts if weights is None else weights * counts
+    if mask is None and ignore is None:
+        return None
+    # A mask may be equal on devices whose tokens differ. Its weights are those of the tokens, and differ as these do.
+    counts = (labels == labels if ignore is None else labels != ignore).astype(dtype)
+    return counts if mask is None else mask.astype(dtype) * counts
 
 
 def _reduced(losses: Any, weights: Any, reduction: str, dp: Axes, cp: Axes) -> Any:

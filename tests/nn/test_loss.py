@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import nn
 from spmd.modes import MODES
+from spmd.testing import assert_same_on_any_mesh
 from tests.nn.cases_loss import plain_cross_entropy
 from tests.nn.harness import MESH, mapped, normal
 from tests.sampler import rare, share
@@ -109,6 +110,23 @@ def test_tokens_that_do_not_count():
     same = loss_of(LOGITS, unknown, ignore=99)
     np.testing.assert_allclose(same[0], value, rtol=1e-6)
     np.testing.assert_array_equal(same[1], gradient)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mask_that_is_equal_on_devices_with_other_tokens(reduction):
+    """The last token of each row counts nothing: all rows have one mask."""
+
+    @spmd.kernel("b/dp s/cp v/tp, b/dp s/cp -> scalar", mesh=spmd.make_mesh(dp=2, cp=2, tp=2))
+    def loss(logits, labels):
+        mask = jnp.broadcast_to(spmd.iota("s/cp") < spmd.size("s") - 1, labels.shape)
+        return nn.cross_entropy(logits, labels, mask, reduction=reduction, tp="tp", dp="dp", cp="cp")
+
+    mask = np.arange(6) < 5
+    truth = plain_cross_entropy(LOGITS, LABELS, np.broadcast_to(mask, (4, 6)))
+    value = loss(LOGITS, LABELS)
+    np.testing.assert_allclose(value, truth * (1 if reduction == "mean" else 20), rtol=1e-6)
+    np.testing.assert_allclose(value, loss.reference(LOGITS, LABELS), rtol=1e-6)
+    assert_same_on_any_mesh(loss, LOGITS, LABELS)
 
 
 def test_a_label_outside_the_vocabulary_is_heard_of():
