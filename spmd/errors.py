@@ -246,6 +246,19 @@ def not_one_of(what: str, value: object, known: Iterable[str], more: str = "") -
     return f"{what} is {', '.join(rest)} or {last}, not {given}{hint or '.'}"
 
 
+def check_one_of(
+    what: str,
+    value: object,
+    known: Iterable[str],
+    call: str | None = None,
+    error: type[SpmdError] = LayoutError,
+    fix: str | None = None,
+) -> None:
+    """Refuse a keyword that has none of its values."""
+    if value not in known:
+        raise error(not_one_of(what, value, known), call=call, fix=fix)
+
+
 def is_int(value: Any, least: int | None = None) -> bool:
     """Return whether an argument is an integer, of Python or of NumPy, and at least `least`. True and False are not
     numbers.

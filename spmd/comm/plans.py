@@ -20,7 +20,7 @@ from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
 from spmd.comm.planner._run import run, uneven
-from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
+from spmd.errors import CommunicationError, LayoutError, SizeError, check_one_of
 from spmd.language import Atom, Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
@@ -260,8 +260,7 @@ def plan(
 
 def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
     """The hardware profile that the keywords name. Keywords that name none are an error."""
-    if prefer not in PREFER:
-        raise CommunicationError(not_one_of("prefer", prefer, PREFER), call=call)
+    check_one_of("prefer", prefer, PREFER, call, CommunicationError)
     if profile is None and prefer == "latency":
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
         raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.accelerators.Hardware of your own')

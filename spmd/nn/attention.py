@@ -14,9 +14,9 @@ import numpy as np
 from spmd import _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
 from spmd._trees.leaves import not_int
 from spmd.comm._marks import ordered
-from spmd.errors import LayoutError, SizeError, is_int, not_one_of
+from spmd.errors import LayoutError, SizeError, check_one_of, is_int
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.norm import wide_einsum, with_rank
+from spmd.nn.norm import Axes, wide_einsum, with_rank
 from spmd.nn.rope import rotary_embedding
 
 # --- attention masks from positions and segments, which need not be those of a whole sequence -------------------------
@@ -104,7 +104,6 @@ def check_positive(call: str, **given: Any) -> None:
 T = TypeVar("T")
 
 
-Axes = str | tuple[str, ...] | None
 Pair = Any | tuple[Any, Any]
 
 
@@ -450,9 +449,7 @@ def _both(mask: Any, made: Any, rank: int) -> Any:
 
 
 def _is_whole(kv_heads: str, call: str) -> bool:
-    if kv_heads not in ("divided", "whole"):
-        rule = not_one_of("kv_heads", kv_heads, ("divided", "whole"))
-        raise LayoutError(rule, call=f"{call}(..., kv_heads={kv_heads!r})")
+    check_one_of("kv_heads", kv_heads, ("divided", "whole"), f"{call}(..., kv_heads={kv_heads!r})")
     return kv_heads == "whole"
 
 

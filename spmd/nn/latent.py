@@ -18,10 +18,8 @@ from spmd import all_gather, defer, einsum, fused, iota, scope, size, softmax
 from spmd.nn.attention import attention_mask, dot_product_attention
 from spmd.nn.cache import Cache, kv_cache_append
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.norm import rms_norm, wide
+from spmd.nn.norm import Axes, rms_norm, wide
 from spmd.nn.rope import rotary_embedding
-
-Axes = str | tuple[str, ...] | None
 
 
 class LatentWeights(NamedTuple):

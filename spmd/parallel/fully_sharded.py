@@ -14,7 +14,7 @@ from jax import lax
 
 import spmd
 from spmd import Layout
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import LayoutError, SizeError, check_one_of
 from spmd.nn.norm import wide
 from spmd.parallel._rematerialize import (
     SAVE,
@@ -432,7 +432,7 @@ def fsdp(
       Zhao et al., PyTorch FSDP, https://arxiv.org/abs/2304.11277 (reshard after forward)
     """
     call = "fsdp(layer, at_rest, compute)"
-    _check_save(save, call)
+    check_one_of("save", save, SAVE, call, fix='save="activations"')
 
     @functools.wraps(layer)
     def gathering(params: Any, *args: Any) -> Any:
@@ -505,7 +505,7 @@ def scan_layers(
       {'all_gather': 4}
     """
     call = "scan_layers(layer, params, x, ...)"
-    _check_save(save, call)
+    check_one_of("save", save, SAVE, call, fix='save="activations"')
     weights, stacked, body = _flat(layer, params, moves(params, at_rest, compute, data, call))
     _check_stack(params, stacked, call)
     inner = tuple(move.inner() for move in stacked)
@@ -516,11 +516,6 @@ def scan_layers(
 
 
 # --- checks and parts for both ------------------------------------------------------------------------------
-
-
-def _check_save(save: Any, call: str) -> None:
-    if save not in SAVE:
-        raise LayoutError(not_one_of("save", save, SAVE), call=call, fix='save="activations"')
 
 
 def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:

@@ -14,11 +14,11 @@ import spmd
 from spmd import axis_size, defer, iota, reduce, repeat, scope, shift, typeof
 from spmd._trees.leaves import is_array, is_key, not_int
 from spmd.errors import Fix, LayoutError, ReplicationError, SizeError, not_one_of
+from spmd.language import Axes
 from spmd.modes import current_frame
 from spmd.parallel._rematerialize import differentiable, paths
 from spmd.parallel.schedule import PipelineSchedule
 
-Axes = str | tuple[str, ...] | None
 Tree = Any
 T = TypeVar("T")
 

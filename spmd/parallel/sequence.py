@@ -10,12 +10,11 @@ import numpy as np
 
 from spmd import all_to_all, axis_size, iota, ppermute, rearrange, scope, size
 from spmd.comm._marks import ordered
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import SizeError, check_one_of
+from spmd.language import Axes
 
 Placement = Literal["contiguous", "zigzag", "striped"]
 PLACEMENTS = get_args(Placement)
-
-Axes = str | tuple[str, ...] | None
 
 
 def sequence_order(length: int, parts: int, placement: Placement) -> np.ndarray:
@@ -208,8 +207,7 @@ def block_positions(block: Any, length: int, blocks: int, placement: str, part: 
 
 def check_placement(placement: str, call: str, length: int, blocks: int) -> None:
     """Raise if the placement is unknown, or cannot divide the length."""
-    if placement not in PLACEMENTS:
-        raise LayoutError(not_one_of("a placement", placement, PLACEMENTS), call=call)
+    check_one_of("a placement", placement, PLACEMENTS, call)
     chunks = 2 * blocks if placement == "zigzag" else blocks
     if length % chunks:
         pad = -length % chunks
