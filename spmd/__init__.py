@@ -14,12 +14,14 @@ if TYPE_CHECKING:
     from spmd import (
         accelerators,
         cluster,
+        comm,
         errors,
         fft,
         haliax,
         inspect,
         linalg,
         nn,
+        ops,
         parallel,
         porting,
         propagation,
@@ -46,95 +48,51 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# The names that are the package's own. All others are those of `comm` and `ops`, and are listed there alone.
 __all__ = [
     "AxisMapping",
     "Kernel",
     "Layout",
     "Pattern",
     "accelerators",
-    "all_gather",
-    "all_to_all",
-    "annotate",
-    "argmax",
-    "argmin",
-    "argsort",
-    "assert_equal",
-    "axis_index",
     "axis_mapping",
-    "axis_size",
     "check",
     "cluster",
-    "cond",
-    "cumsum",
-    "custom_vjp",
-    "debug_print",
-    "defer",
-    "einsum",
     "errors",
-    "exchange",
     "explain",
     "fft",
-    "flip",
     "from_function",
     "from_process_local",
-    "full",
-    "fused",
-    "grad",
     "haliax",
     "init",
     "inspect",
-    "iota",
     "kernel",
     "linalg",
-    "linspace",
-    "local",
-    "local_size",
     "make_mesh",
     "match_layouts",
-    "meanwhile",
-    "meshgrid",
     "mode",
     "nn",
-    "offset",
-    "ones",
-    "opaque",
     "parallel",
-    "per_shard",
-    "plan",
     "port",
     "porting",
-    "ppermute",
     "propagate",
     "propagation",
-    "psum",
-    "psum_scatter",
     "random",
-    "rearrange",
-    "reduce",
-    "relayout",
-    "repeat",
-    "roll",
-    "scatter_add",
     "scope",
     "search",
     "searcher",
     "shard",
-    "shift",
-    "size",
-    "softmax",
-    "sort",
-    "split",
     "stencil",
-    "take",
     "testing",
-    "top_k",
     "topology_devices",
-    "typeof",
     "use_cpu_devices",
-    "value_and_grad",
     "visualize",
-    "zeros",
 ]
+if TYPE_CHECKING:
+    __all__ += comm.__all__
+    __all__ += ops.__all__
+_OWN = __all__
+del __all__  # Python then asks `_loaded` for all names, which loads the rooms of the others
 
 # A room loads when one of its names is used, because all of them take as long as JAX does. A name is in the lowest room
 # whose `__all__` has it; a few are in modules that stand in no room, or below one.
@@ -156,9 +114,13 @@ _HOMES = {
 def _loaded(name: str) -> Any:
     if name in _ROOMS:
         return import_module(f"spmd.{name}")
-    if name not in __all__:
+    if name == "__all__":
+        globals()[name] = sorted([*_OWN, *import_module("spmd.comm").__all__, *import_module("spmd.ops").__all__])
+        return globals()[name]
+    rooms = _ROOMS if name in _OWN else () if name.startswith("_") else ("comm", "ops")
+    home = _HOMES.get(name) or next((one for one in rooms if name in import_module(f"spmd.{one}").__all__), None)
+    if home is None:
         no_such_name(__name__, name)
-    home = _HOMES.get(name) or next(room for room in _ROOMS if name in import_module(f"spmd.{room}").__all__)
     globals()[name] = getattr(import_module(f"spmd.{home}"), name)
     return globals()[name]
 
@@ -168,4 +130,4 @@ if not TYPE_CHECKING:  # to type checkers, every misspelt name would be one that
 
 
 def __dir__() -> list[str]:
-    return dir_of(globals())
+    return dir_of({"__all__": _loaded("__all__"), **globals()})

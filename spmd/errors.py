@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
@@ -249,7 +249,7 @@ def not_one_of(what: str, value: object, known: Iterable[str], more: str = "") -
 def check_one_of(
     what: str,
     value: object,
-    known: Iterable[str],
+    known: Collection[str],
     call: str | None = None,
     error: type[SpmdError] = LayoutError,
     fix: str | None = None,

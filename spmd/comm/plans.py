@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
-from spmd._text import Table, bytes_text, seconds_text, shown_width, wrapped
+from spmd._text import Table, bytes_text, fields_of, seconds_text, shown_width, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, Operand, To, open_call
@@ -71,8 +71,7 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        ends = {"before": self.before.short, "after": self.after.short}
-        return {**vars(self), **ends, "axes": list(self.axes), "shape": list(self.shape)}
+        return {**fields_of(self), "before": self.before.short, "after": self.after.short}
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,17 +144,9 @@ class Plan:
         return {
             "source": self.source.short,
             "target": self.target.short,
-            "sizes": dict(self.sizes),
-            "mesh": dict(self.mesh),
+            **fields_of(self, "sizes", "mesh"),
             "dtype": self.dtype.name,
-            "prefer": self.prefer,
-            "steps": [step.to_dict() for step in self.steps],
-            "bytes": self.bytes,
-            "lower_bound": self.lower_bound,
-            "ratio": self.ratio,
-            "peak": self.peak,
-            "exceeds": self.exceeds,
-            "seconds": self.seconds,
+            **fields_of(self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds"),
         }
 
     def table(self, width: int | None = None) -> str:
