@@ -314,9 +314,7 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
     @functools.wraps(fn)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
         frame = _frame.value
-        if frame is None:
-            return fn(*args, **kwargs)
-        if not frame.bound and (frame.mapping is None or not hide_mapping):
+        if frame is None or not (frame.bound or (hide_mapping and frame.mapping is not None)):
             return fn(*args, **kwargs)
         inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         run: Callable[..., R] = fn  # with its own parameters, some of them wrapped

@@ -423,14 +423,11 @@ def from_process_local(
     call = "from_process_local(tree, layouts)"
     _check_outside("from_process_local", call)
     leaves, structure = jax.tree.flatten(tree)
+    advice = "as in shard(x, layouts)"
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise PlacementError(
-            "data comes from the host: call it outside jit.", call=call, advice="as in shard(x, layouts)"
-        )
+        raise PlacementError("data comes from the host: call it outside jit.", call=call, advice=advice)
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
-        raise PlacementError(
-            "an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)"
-        )
+        raise PlacementError("an array that spans processes is global already.", call=call, advice=advice)
     mesh = mesh_for(mesh, [], call)
     one = ambient_mode()[0] == "reference"
     if one:

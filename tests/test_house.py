@@ -26,7 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2140,
+    ".": 2135,
     "_cli": 460,
     "_jaxprs": 745,
     "_processes": 295,
@@ -40,9 +40,9 @@ BUDGET = {
     "inspect": 3890,
     "kernels": 1820,
     "language": 1465,
-    "nn": 1005,
+    "nn": 1000,
     "ops": 4190,
-    "parallel": 2640,
+    "parallel": 2595,
     "porting": 900,
     "propagation": 1920,
     "searcher": 430,

@@ -15,8 +15,8 @@ from spmd import _compat, axis_size, iota, repeat, scope, typeof
 from spmd.errors import LayoutError, ReplicationError
 from spmd.modes import current_frame
 from spmd.nn.norm import wide
-from spmd.parallel._cut import SplitStage
-from spmd.parallel._rematerialize import checked_axes, differentiable
+from spmd.parallel._layer import SplitStage, differentiable
+from spmd.parallel.layouts import checked_axes
 from spmd.parallel.pipelining import (
     Axes,
     Tree,

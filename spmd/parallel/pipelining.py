@@ -16,7 +16,8 @@ from spmd._trees.leaves import is_array, is_key, not_int
 from spmd.errors import Fix, LayoutError, ReplicationError, SizeError, not_one_of
 from spmd.language import Axes
 from spmd.modes import current_frame
-from spmd.parallel._rematerialize import differentiable, paths
+from spmd.parallel._layer import differentiable
+from spmd.parallel.layouts import paths
 from spmd.parallel.schedule import PipelineSchedule
 
 Tree = Any
