@@ -99,26 +99,23 @@ def runs_on_gpu() -> bool:
     return not on_cpu() and not _device_kind().startswith("TPU")
 
 
-def _manual_type(x: Any) -> Any:
-    return getattr(jax.typeof(x), "manual_axis_type", None)
+def _axes_of(aval: Any, how: str) -> frozenset[str]:
+    return frozenset(getattr(getattr(aval, "manual_axis_type", None), how, ()))
 
 
 def varying_axes(x: Any) -> frozenset[str]:
     """Mesh axes along which JAX's own type of `x` is varying (`{V:...}`)."""
-    kind = _manual_type(x)
-    return frozenset() if kind is None else frozenset(kind.varying)
+    return _axes_of(jax.typeof(x), "varying")
 
 
 def varying_type(aval: Any) -> frozenset[str]:
     """Mesh axes along which a type, as a variable of a jaxpr has one, is varying."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset() if kind is None else frozenset(kind.varying)
+    return _axes_of(aval, "varying")
 
 
 def unreduced_type(aval: Any) -> frozenset[str]:
     """Mesh axes along which a type, as a variable of a jaxpr has one, is unreduced."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return frozenset() if kind is None else frozenset(kind.unreduced)
+    return _axes_of(aval, "unreduced")
 
 
 def is_typed(atom: Any) -> bool:
@@ -141,14 +138,12 @@ def unreduced_spec(spec: jax.sharding.PartitionSpec) -> frozenset[str]:
 
 def unreduced_axes(x: Any) -> frozenset[str]:
     """Mesh axes along which JAX's own type of `x` is unreduced (`{U:...}`)."""
-    kind = _manual_type(x)
-    return frozenset() if kind is None else frozenset(kind.unreduced)
+    return _axes_of(jax.typeof(x), "unreduced")
 
 
 def reduced_axes(x: Any) -> frozenset[str]:
     """Mesh axes along which JAX's own type of `x` is reduced (`{R:...}`)."""
-    kind = _manual_type(x)
-    return frozenset() if kind is None else frozenset(kind.reduced)
+    return _axes_of(jax.typeof(x), "reduced")
 
 
 def with_varying(aval: Any, axes: Sequence[str], shape: tuple[int, ...]) -> Any:
@@ -186,14 +181,11 @@ def pvary(x: Any, axes: Sequence[str]) -> Any:
     """`x` typed varying along `axes`: no communication, and a psum as its transpose, nothing along axes of size 1."""
     if not axes:
         return x
-    kind = _manual_type(x)
-    new = set(axes).intersection(manual_axes())
-    if kind is not None:
-        new -= kind.varying | kind.unreduced
+    new = set(axes).intersection(manual_axes()) - varying_axes(x) - unreduced_axes(x)
     if not new:
         return x
     missing = tuple(a for a in axes if a in new)
-    if kind is not None and (reduced := tuple(a for a in missing if a in kind.reduced)):
+    if reduced := tuple(a for a in missing if a in reduced_axes(x)):
         x = jax.lax.pcast(x, reduced, to="varying")
         missing = tuple(a for a in missing if a not in reduced)
     unit = tuple(a for a, n in zip(missing, manual_sizes(missing), strict=True) if n == 1)

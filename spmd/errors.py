@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
@@ -244,6 +244,19 @@ def not_one_of(what: str, value: object, known: Iterable[str], more: str = "") -
     given = repr(value) if plain else f"of type {type(value).__name__}"
     hint = did_you_mean(value, known) if isinstance(value, str) else ""
     return f"{what} is {', '.join(rest)} or {last}, not {given}{hint or '.'}"
+
+
+def check_one_of(
+    what: str,
+    value: object,
+    known: Collection[str],
+    call: str | None = None,
+    error: type[SpmdError] = LayoutError,
+    fix: str | None = None,
+) -> None:
+    """Refuse a keyword that has none of its values."""
+    if value not in known:
+        raise error(not_one_of(what, value, known), call=call, fix=fix)
 
 
 def is_int(value: Any, least: int | None = None) -> bool:

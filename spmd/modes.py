@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
 from spmd._python.ambient import Ambient
-from spmd.errors import ModeError, not_one_of
+from spmd.errors import ModeError, check_one_of
 from spmd.language import AxisMapping, Size, axes_tuple, mesh_text
 
 __all__ = [
@@ -211,15 +211,10 @@ def mode(name: Mode, *, constrain: Constrain = "all") -> Iterator[None]:
       ...     print(held(jnp.ones(4)))
       [4. 4. 4. 4.]
     """
-    _check_choice("mode", name, MODES)
-    _check_choice("constrain", constrain, CONSTRAIN)
+    check_one_of("mode", name, MODES, error=ModeError)
+    check_one_of("constrain", constrain, CONSTRAIN, error=ModeError)
     with _mode((name, constrain)):
         yield
-
-
-def _check_choice(what: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ModeError(not_one_of(what, value, known))
 
 
 def ambient_mode() -> tuple[str, str]:
@@ -319,9 +314,7 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
     @functools.wraps(fn)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
         frame = _frame.value
-        if frame is None:
-            return fn(*args, **kwargs)
-        if not frame.bound and (frame.mapping is None or not hide_mapping):
+        if frame is None or not (frame.bound or (hide_mapping and frame.mapping is not None)):
             return fn(*args, **kwargs)
         inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         run: Callable[..., R] = fn  # with its own parameters, some of them wrapped

@@ -257,11 +257,10 @@ class Init(ByName, Generic[Words, R]):
         tree, mesh, shardings = self._where(args, kwargs)
         if ambient_mode()[0] == "reference":
             out = jax.jit(_arrays_only(self._whole, shardings))(*args, **kwargs)
-            return _filled(tree, shardings, [_on_one(x, mesh) for x in jax.tree.leaves(out)])
+            return _filled(tree, shardings, jax.tree.leaves(out), lambda x, _: _on_one(x, mesh))
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
             made = jax.tree.leaves(_arrays_only(self._whole, shardings)(*args, **kwargs))
-            placed = [s for s in shardings if s is not None]
-            return _filled(tree, shardings, [_place(x, s) for x, s in zip(made, placed, strict=True)])
+            return _filled(tree, shardings, made, _place)
         run = self._compiled(tree, mesh, shardings)
         if compared(mesh):
             check_replicas(named_arguments(args, kwargs), mesh, self._text)
@@ -306,8 +305,7 @@ class Init(ByName, Generic[Words, R]):
         """The parameters as `jax.ShapeDtypeStruct`s with their shardings: nothing is computed or allocated."""
         tree, _, shardings = self._where(*wrapped((args, kwargs)))
         leaves = [x for x, s in zip(jax.tree.leaves(tree), shardings, strict=True) if s is not None]
-        placed = [s for s in shardings if s is not None]
-        return _filled(tree, shardings, [_struct(x, s) for x, s in zip(leaves, placed, strict=True)])
+        return _filled(tree, shardings, leaves, _struct)
 
     @property
     def _text(self) -> str:
@@ -325,13 +323,14 @@ def _arrays_only(fn: Callable[..., Any], shardings: list[NamedSharding | None]) 
     return arrays
 
 
-def _filled(tree: Any, shardings: list[NamedSharding | None], arrays: list[Any]) -> Any:
-    """The tree with arrays at the places that have shardings."""
+def _filled(
+    tree: Any, shardings: list[NamedSharding | None], arrays: list[Any], place: Callable[..., Any] = lambda x, _: x
+) -> Any:
+    """The tree with arrays, brought there by `place`, where there are shardings."""
     leaves, structure = jax.tree.flatten(tree)
     rest = iter(arrays)
-    return jax.tree.unflatten(
-        structure, [x if s is None else next(rest) for x, s in zip(leaves, shardings, strict=True)]
-    )
+    filled = [x if s is None else place(next(rest), s) for x, s in zip(leaves, shardings, strict=True)]
+    return jax.tree.unflatten(structure, filled)
 
 
 def _struct(x: Any, sharding: NamedSharding) -> Any:
@@ -424,14 +423,11 @@ def from_process_local(
     call = "from_process_local(tree, layouts)"
     _check_outside("from_process_local", call)
     leaves, structure = jax.tree.flatten(tree)
+    advice = "as in shard(x, layouts)"
     if any(isinstance(x, jax.core.Tracer) for x in leaves):
-        raise PlacementError(
-            "data comes from the host: call it outside jit.", call=call, advice="as in shard(x, layouts)"
-        )
+        raise PlacementError("data comes from the host: call it outside jit.", call=call, advice=advice)
     if any(isinstance(x, jax.Array) and not x.is_fully_addressable for x in leaves):
-        raise PlacementError(
-            "an array that spans processes is global already.", call=call, advice="as in shard(x, layouts)"
-        )
+        raise PlacementError("an array that spans processes is global already.", call=call, advice=advice)
     mesh = mesh_for(mesh, [], call)
     one = ambient_mode()[0] == "reference"
     if one:

@@ -26,7 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2180,
+    ".": 2175,
     "_cli": 460,
     "_jaxprs": 745,
     "_processes": 295,
@@ -34,15 +34,15 @@ BUDGET = {
     "_trees": 440,
     "checker": 5845,
     "cluster": 1770,
-    "comm": 2275,
+    "comm": 2265,
     "drawing": 300,
     "haliax": 340,
     "inspect": 3890,
     "kernels": 1820,
     "language": 1465,
-    "nn": 1015,
+    "nn": 1000,
     "ops": 4190,
-    "parallel": 2665,
+    "parallel": 2595,
     "porting": 900,
     "propagation": 1920,
     "searcher": 430,

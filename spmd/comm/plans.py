@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat
-from spmd._text import Table, bytes_text, seconds_text, shown_width, wrapped
+from spmd._text import Table, bytes_text, fields_of, seconds_text, shown_width, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, Operand, To, open_call
@@ -20,7 +20,7 @@ from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
 from spmd.comm.planner._run import run, uneven
-from spmd.errors import CommunicationError, LayoutError, SizeError, not_one_of
+from spmd.errors import CommunicationError, LayoutError, SizeError, check_one_of
 from spmd.language import Atom, Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
@@ -71,8 +71,7 @@ class Step:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        ends = {"before": self.before.short, "after": self.after.short}
-        return {**vars(self), **ends, "axes": list(self.axes), "shape": list(self.shape)}
+        return {**fields_of(self), "before": self.before.short, "after": self.after.short}
 
 
 @dataclass(frozen=True, repr=False)
@@ -145,17 +144,9 @@ class Plan:
         return {
             "source": self.source.short,
             "target": self.target.short,
-            "sizes": dict(self.sizes),
-            "mesh": dict(self.mesh),
+            **fields_of(self, "sizes", "mesh"),
             "dtype": self.dtype.name,
-            "prefer": self.prefer,
-            "steps": [step.to_dict() for step in self.steps],
-            "bytes": self.bytes,
-            "lower_bound": self.lower_bound,
-            "ratio": self.ratio,
-            "peak": self.peak,
-            "exceeds": self.exceeds,
-            "seconds": self.seconds,
+            **fields_of(self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds"),
         }
 
     def table(self, width: int | None = None) -> str:
@@ -260,8 +251,7 @@ def plan(
 
 def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
     """The hardware profile that the keywords name. Keywords that name none are an error."""
-    if prefer not in PREFER:
-        raise CommunicationError(not_one_of("prefer", prefer, PREFER), call=call)
+    check_one_of("prefer", prefer, PREFER, call, CommunicationError)
     if profile is None and prefer == "latency":
         rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
         raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.accelerators.Hardware of your own')

@@ -21,10 +21,11 @@ from spmd.language._sizes import (
     mesh_text,
     with_axis,
 )
-from spmd.language._syntax import Atom, Dim
+from spmd.language._syntax import Atom, Axes, Dim
 
 __all__ = [
     "Atom",
+    "Axes",
     "AxisMapping",
     "Bound",
     "Dim",

@@ -350,7 +350,7 @@ def _bad(source: str, at: int) -> NoReturn:
 # --- the rules of a mapping: over which mesh axes named dimensions lie, and where they put bare names -----------------
 
 
-Axes = str | tuple[str, ...] | None
+Axes = str | tuple[str, ...] | None  # mesh axes as a user gives them
 Rules = Mapping[str, tuple[str, ...]]
 
 

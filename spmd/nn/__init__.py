@@ -1,13 +1,19 @@
 """Layers as functions on arrays: weights in, mesh axes by keyword, the communication in the docstring."""
 
 from spmd._python.rooms import open_room
-from spmd.nn.attention import attention_mask, dot_product_attention, multi_head_attention, spread_heads
+from spmd.nn.attention import (
+    attention_mask,
+    dot_product_attention,
+    multi_head_attention,
+    rotary_embedding,
+    rotary_frequencies,
+    spread_heads,
+)
 from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
 from spmd.nn.latent import LatentWeights, cached_latent_attention, latent_attention
 from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
 from spmd.nn.loss import cross_entropy, embedding, linear_cross_entropy, unembedding
 from spmd.nn.norm import dropout, layer_norm, rms_norm
-from spmd.nn.rope import rotary_embedding, rotary_frequencies
 
 __all__ = [
     "LatentWeights",

@@ -11,9 +11,8 @@ import jax.numpy as jnp
 from spmd import axis_size, einsum, full, fused, iota, rearrange, scope, size, softmax, zeros
 from spmd.errors import LayoutError
 from spmd.nn.attention import attention_mask, check_positive
-from spmd.nn.norm import wide
+from spmd.nn.norm import Axes, wide
 
-Axes = str | tuple[str, ...] | None
 Cache = dict[str, Any]
 
 

@@ -15,13 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from spmd import all_gather, defer, einsum, fused, iota, scope, size, softmax
-from spmd.nn.attention import attention_mask, dot_product_attention
+from spmd.nn.attention import attention_mask, dot_product_attention, rotary_embedding
 from spmd.nn.cache import Cache, kv_cache_append
 from spmd.nn.linear import column_linear, row_linear
-from spmd.nn.norm import rms_norm, wide
-from spmd.nn.rope import rotary_embedding
-
-Axes = str | tuple[str, ...] | None
+from spmd.nn.norm import Axes, rms_norm, wide
 
 
 class LatentWeights(NamedTuple):

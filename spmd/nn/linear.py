@@ -10,13 +10,10 @@ import jax.numpy as jnp
 
 from spmd import all_gather, annotate, axis_size, defer, einsum, scope
 from spmd.errors import LayoutError, SizeError
-from spmd.nn.norm import with_rank
+from spmd.nn.norm import Axes, with_rank
 from spmd.nn.overlap import einsum_scatter, ring_columns
 
 T = TypeVar("T")  # an array of weights, or a tree of them
-
-
-Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)

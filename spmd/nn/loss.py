@@ -10,11 +10,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_to_all, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size, take
 from spmd._trees.leaves import not_int
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import LayoutError, SizeError, check_one_of
 from spmd.nn.linear import entered
-from spmd.nn.norm import wide, wide_einsum, with_rank
-
-Axes = str | tuple[str, ...] | None
+from spmd.nn.norm import Axes, wide, wide_einsum, with_rank
 
 Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
@@ -274,8 +272,7 @@ def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, r
         raise LayoutError(
             rule, call=call, advice='mesh axes are keywords: tp="tp" divides the vocabulary, dp="dp" the batch'
         )
-    if reduction not in REDUCTIONS:
-        raise LayoutError(not_one_of("reduction", reduction, REDUCTIONS), call=call)
+    check_one_of("reduction", reduction, REDUCTIONS, call)
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         got = [f"labels: {jnp.result_type(labels)}{list(jnp.shape(labels))}"]
         raise LayoutError("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got)
@@ -347,8 +344,7 @@ def embedding(
     References:
       Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053, for the vocabulary.
     """
-    if over not in PARTS:
-        raise LayoutError(not_one_of("over", over, PARTS), call="embedding(ids, table)")
+    check_one_of("over", over, PARTS, "embedding(ids, table)")
     if over == "vocabulary":
         if sp is None:
             return take(table, ids, "[v/tp] d, ... -> ... d", tp=tp)

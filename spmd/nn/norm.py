@@ -11,9 +11,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from spmd import Layout, annotate, einsum, random, reduce, scope, size
 from spmd.errors import LayoutError, SizeError
+from spmd.language import Axes
 from spmd.modes import current_frame
-
-Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)

@@ -18,12 +18,9 @@ from jax import lax
 
 from spmd import axis_size, custom_vjp, einsum, iota, rearrange, scope, shift
 from spmd.errors import LayoutError
-from spmd.nn.norm import wide
+from spmd.nn.norm import Axes, wide
 
 T = TypeVar("T")  # an array of weights, or a tree of them
-
-
-Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)

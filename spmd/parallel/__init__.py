@@ -6,6 +6,7 @@ from spmd.parallel.context import ring_attention, ulysses_attention
 from spmd.parallel.experts import MoEReport, Routing, balance_bias, moe, router
 from spmd.parallel.fully_sharded import (
     ClipByGlobalNorm,
+    accumulate,
     clip_by_global_norm,
     fsdp,
     gather,
@@ -14,7 +15,6 @@ from spmd.parallel.fully_sharded import (
     scan_layers,
 )
 from spmd.parallel.layouts import FSDPLayouts, ZeroLayouts, fsdp_layouts, mapped_layouts, state_layouts
-from spmd.parallel.microbatches import accumulate
 from spmd.parallel.pipeline_training import pipeline_loss
 from spmd.parallel.pipelining import pipeline
 from spmd.parallel.schedule import PipelineSchedule, pipeline_schedule

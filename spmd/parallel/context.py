@@ -15,13 +15,11 @@ import spmd
 from spmd import all_gather, all_to_all, axis_size, einsum, fused, iota, rearrange, repeat, scope, shift, size, take
 from spmd.comm._marks import ordered
 from spmd.errors import LayoutError, SizeError
-from spmd.language import axes_tuple
+from spmd.language import Axes, axes_tuple
 from spmd.nn import attention_mask, dot_product_attention
 from spmd.nn.attention import check_heads, check_positive
 from spmd.nn.norm import wide
 from spmd.parallel.sequence import Placement, block_positions, check_placement
-
-Axes = str | tuple[str, ...] | None
 
 
 @scope(mapping=None)

@@ -33,8 +33,8 @@ from spmd import (
     top_k,
 )
 from spmd._trees.leaves import not_int
-from spmd.errors import LayoutError, MeshError, SizeError, is_int, not_one_of
-from spmd.language import axes_tuple
+from spmd.errors import LayoutError, MeshError, SizeError, check_one_of, is_int
+from spmd.language import Axes, axes_tuple
 from spmd.nn.norm import wide
 from spmd.parallel._dropless import (
     Moves,
@@ -46,8 +46,6 @@ from spmd.parallel._dropless import (
     near,
     without_capacity,
 )
-
-Axes = str | tuple[str, ...] | None
 
 
 class Routing(NamedTuple):
@@ -148,9 +146,7 @@ def router(
     """
     if among is not None:
         _check_among(among, w.shape[-1], k)
-    if scores not in ("softmax", "sigmoid"):
-        rule = not_one_of("scores", scores, ("softmax", "sigmoid"))
-        raise LayoutError(rule, call=f"router(x, w, k={k!r}, scores={scores!r})")
+    check_one_of("scores", scores, ("softmax", "sigmoid"), f"router(x, w, k={k!r}, scores={scores!r})")
     logits = einsum(x.astype(wide(x)), w.astype(wide(x)), "... d, d e -> ... e", precision=jax.lax.Precision.HIGHEST)
     if noise is not None:
         logits = logits + noise.astype(logits.dtype)

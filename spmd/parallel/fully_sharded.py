@@ -14,21 +14,10 @@ from jax import lax
 
 import spmd
 from spmd import Layout
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import LayoutError, ReplicationError, SizeError, check_one_of
 from spmd.nn.norm import wide
-from spmd.parallel._rematerialize import (
-    SAVE,
-    Axes,
-    Layer,
-    Move,
-    differentiable,
-    is_array,
-    layout_leaves,
-    moves,
-    paths,
-    text_of,
-    without_integers,
-)
+from spmd.parallel._layer import SAVE, Layer, differentiable, without_integers
+from spmd.parallel.layouts import Axes, Move, checked_axes, is_array, laid_out, moves, paths, text_of
 
 # --- weights -----------------------------------------------------------------------------------------------------
 
@@ -272,8 +261,7 @@ def global_norm(tree: Any, layouts: Any) -> jax.Array:
     """
     call = "global_norm(tree, layouts)"
     sums: dict[Axes, list[Any]] = {}
-    leaves = jax.tree.leaves(tree)
-    for path, leaf, layout in zip(paths(tree), leaves, layout_leaves(tree, layouts, call), strict=True):
+    for path, leaf, layout in laid_out(tree, layouts, call):
         if layout is None:
             continue
         if layout.unreduced or layout.reduced:
@@ -361,12 +349,14 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, eq=False)
 class _Plan:
-    """The facts for both passes: the traced layer, how each weight travels, and in which dtype."""
+    """The facts for both passes: the traced layer, how each weight of a layer travels, and in which dtype; for a stack
+    of layers also how each weight of all of them does."""
 
-    layer: Layer
     moves: tuple[Move, ...]
     dtype: Any
+    stacked: tuple[Move, ...] | None = None
     prefetch: bool = False
+    layer: Any = None
 
     def gather(self, weights: Any, *, again: bool = False, after: Any = None) -> list[Any]:
         pairs = zip(weights, self.moves, strict=True)
@@ -432,14 +422,14 @@ def fsdp(
       Zhao et al., PyTorch FSDP, https://arxiv.org/abs/2304.11277 (reshard after forward)
     """
     call = "fsdp(layer, at_rest, compute)"
-    _check_save(save, call)
+    check_one_of("save", save, SAVE, call, fix='save="activations"')
 
     @functools.wraps(layer)
     def gathering(params: Any, *args: Any) -> Any:
         weights, found, body = _flat(layer, params, moves(params, at_rest, compute, data, call))
-        plan = _Plan(None, found, dtype)  # type: ignore[arg-type]
+        plan = _Plan(found, dtype)
         traced, consts = Layer.trace(body, plan.gather, weights, args, (), save)
-        return _one(_Plan(traced, found, dtype), consts, weights, args)
+        return _layers(replace(plan, layer=traced), consts, weights, (), args)
 
     return cast("Callable[P, R]", gathering)
 
@@ -505,22 +495,16 @@ def scan_layers(
       {'all_gather': 4}
     """
     call = "scan_layers(layer, params, x, ...)"
-    _check_save(save, call)
+    check_one_of("save", save, SAVE, call, fix='save="activations"')
     weights, stacked, body = _flat(layer, params, moves(params, at_rest, compute, data, call))
     _check_stack(params, stacked, call)
-    inner = tuple(move.inner() for move in stacked)
-    first = [w[0] for w in weights]
-    traced, consts = Layer.trace(body, _Plan(None, inner, dtype).gather, first, (x,), shared, save)  # type: ignore[arg-type]
-    plan = _Plan(traced, inner, dtype, prefetch)
-    return _stack(plan, stacked, consts, weights, shared, x)
+    plan = _Plan(tuple(move.inner() for move in stacked), dtype, stacked, prefetch)
+    turn = functools.wraps(body)(lambda weights, *given: (body(weights, *given),))  # x as a tuple, as in `fsdp`
+    traced, consts = Layer.trace(turn, plan.gather, [w[0] for w in weights], (x,), shared, save)
+    return _layers(replace(plan, layer=traced), consts, weights, shared, (x,))[0]
 
 
 # --- checks and parts for both ------------------------------------------------------------------------------
-
-
-def _check_save(save: Any, call: str) -> None:
-    if save not in SAVE:
-        raise LayoutError(not_one_of("save", save, SAVE), call=call, fix='save="activations"')
 
 
 def _check_stack(params: Any, stacked: tuple[Move, ...], call: str) -> None:
@@ -551,36 +535,15 @@ def _flat(layer: Any, params: Any, found: list[Move | None]) -> tuple[list[Any],
     return weights, tuple(move for move in found if move is not None), body
 
 
-# --- one layer ----------------------------------------------------------------------------------------------
+# --- one layer, or a stack --------------------------------------------------------------------------------------
 
 
-def _one_run(plan: _Plan, consts: Any, weights: Any, x: Any) -> Any:
-    return plan.layer(consts, plan.gather(weights), (), x)
-
-
-def _one_forward(plan: _Plan, consts: Any, weights: Any, x: Any) -> Any:
-    out, kept = plan.layer.forward(consts, plan.gather(weights), (), x)
-    return out, (consts, weights, x, kept)
-
-
-def _one_backward(plan: _Plan, given: Any, cotangent: Any) -> Any:
-    consts, weights, x, kept = given
-    gathered = plan.gather(weights, again=True, after=cotangent)
-    d_consts, d_weights, _, d_x = plan.layer.backward(consts, gathered, (), kept, cotangent)
-    partial = plan.scatter(d_weights, weights)
-    done = [None if g is None else sum_leaf(m, g) for g, m in zip(partial, plan.moves, strict=True)]
-    return without_integers(d_consts, consts), done, without_integers(d_x, x)
-
-
-_one = spmd.custom_vjp(_one_run, nondiff_argnums=(0,))
-_one.defvjp(_one_forward, _one_backward)
-
-
-# --- a stack ------------------------------------------------------------------------------------------------
-
-
-def _turns(plan: _Plan, weights: Any, turn: Any, carry: Any, xs: Any, *, back: bool = False) -> Any:
-    """A scan over the layers that passes on each layer's gathered weights: `turn(gathered, carry, x) -> carry, y`."""
+def _turns(plan: _Plan, weights: Any, turn: Any, carry: Any, xs: Any, *, after: Any = None) -> Any:
+    """A scan over the layers that passes on each layer's gathered weights: `turn(gathered, carry, x) -> carry, y`. In a
+    backward pass it goes backwards, and weights are gathered again, those of one layer alone not before `after`."""
+    back = after is not None
+    if plan.stacked is None:
+        return turn(plan.gather(weights, again=back, after=after), carry, xs)
     if not plan.prefetch:
 
         def plain(carry: Any, now: Any) -> Any:
@@ -605,33 +568,169 @@ def _turns(plan: _Plan, weights: Any, turn: Any, carry: Any, xs: Any, *, back: b
     return carry, ys
 
 
-def _stack_run(plan: _Plan, stacked: Any, consts: Any, weights: Any, shared: Any, x: Any) -> Any:
-    return _turns(plan, weights, lambda w, x, _: (plan.layer(consts, w, shared, (x,)), None), x, None)[0]
+def _run(plan: _Plan, consts: Any, weights: Any, shared: Any, x: Any) -> Any:
+    return _turns(plan, weights, lambda w, x, _: (plan.layer(consts, w, shared, x), None), x, None)[0]
 
 
-def _stack_forward(plan: _Plan, stacked: Any, consts: Any, weights: Any, shared: Any, x: Any) -> Any:
+def _forward(plan: _Plan, consts: Any, weights: Any, shared: Any, x: Any) -> Any:
     def turn(gathered: Any, x: Any, _: Any) -> Any:
-        return plan.layer.forward(consts, gathered, shared, (x,))
+        return plan.layer.forward(consts, gathered, shared, x)
 
     out, kept = _turns(plan, weights, turn, x, None)
     return out, (consts, weights, shared, kept)
 
 
-def _stack_backward(plan: _Plan, stacked: Any, given: Any, cotangent: Any) -> Any:
+def _backward(plan: _Plan, given: Any, cotangent: Any) -> Any:
     consts, weights, shared, kept = given
     still = (consts, shared)
 
     def turn(gathered: Any, carry: Any, kept: Any) -> Any:
         cotangent, totals = carry
-        d_consts, d_weights, d_shared, (d_x,) = plan.layer.backward(consts, gathered, shared, kept, cotangent)
+        d_consts, d_weights, d_shared, d_x = plan.layer.backward(consts, gathered, shared, kept, cotangent)
         found = without_integers((d_consts, d_shared), still)
-        return (d_x, jax.tree.map(jnp.add, totals, found)), plan.scatter(d_weights, weights)
+        found = found if plan.stacked is None else jax.tree.map(jnp.add, totals, found)
+        return (d_x, found), plan.scatter(d_weights, weights)
 
     totals = without_integers(jax.tree.map(jnp.zeros_like, still), still)
-    (d_x, (d_consts, d_shared)), partial = _turns(plan, weights, turn, (cotangent, totals), kept, back=True)
-    done = [None if g is None else sum_leaf(m, g) for g, m in zip(partial, stacked, strict=True)]
-    return d_consts, done, d_shared, d_x
+    (d_x, (d_consts, d_shared)), partial = _turns(plan, weights, turn, (cotangent, totals), kept, after=cotangent)
+    pairs = zip(partial, plan.stacked or plan.moves, strict=True)
+    done = [None if g is None else sum_leaf(m, g) for g, m in pairs]
+    return d_consts, done, d_shared, jax.tree.map(lambda ct: None if ct.dtype == jax.dtypes.float0 else ct, d_x)
 
 
-_stack = spmd.custom_vjp(_stack_run, nondiff_argnums=(0, 1))
-_stack.defvjp(_stack_forward, _stack_backward)
+_layers = spmd.custom_vjp(_run, nondiff_argnums=(0,))
+_layers.defvjp(_forward, _backward)
+
+
+# --- gradient accumulation: micro-batches in a loop, one gather before it and one reduction after it ------------------
+
+
+def accumulate(
+    loss_fn: Callable[..., Any],
+    params: T,
+    micro_batches: Any,
+    *,
+    at_rest: Any,
+    compute: Any,
+    data: str | Axes,
+    dtype: Any = None,
+    mean: bool = False,
+) -> tuple[jax.Array, T]:
+    """Loss and gradient over micro-batches, with one gather before the loop and one reduction after it.
+
+    Before the loop the parameters are gathered, and those that rest whole are deferred. In the loop the gradients of
+    each micro-batch, partial sums on `data`, are added up in float32. After the loop each leaf is reduced once, in
+    float32: reduce-scattered if it rests divided, all-reduced if it is whole.
+
+    Communication, for leaves of S bytes in `dtype` and S' in float32, over n devices: one all-gather S(n-1)/n and one
+    reduce-scatter S'(n-1)/n, whatever the number of micro-batches. For a whole leaf, one all-reduce 2S'(n-1)/n.
+    `loss_fn` adds its own.
+
+    Memory: all parameters gathered, and float32 accumulators of the same size, as in ZeRO-2. To hold only one gathered
+    layer (ZeRO-3), let `loss_fn` gather layer by layer, and differentiate it with `spmd.value_and_grad`.
+
+    Args:
+      loss_fn: A function `loss_fn(params, micro_batch)` that returns this device's part of the sum of the losses of a
+        micro-batch: a partial sum on each axis of `data`, complete on all others. With `mean` it returns a pair of this
+        sum and the number of its terms (both are partial sums).
+      params: The parameters at rest.
+      micro_batches: A pytree of arrays whose first dimension counts the micro-batches.
+      at_rest: The layouts of the parameters at rest, as in `gather`.
+      compute: Their layouts in use.
+      data: The mesh axes that divide the data, including the axes of `at_rest` that are gathered.
+      dtype: The dtype to which floating parameters are cast before they travel.
+      mean: Divide loss and gradient by the number of terms on all devices and in all micro-batches. This is the mean
+        over all tokens. A mean of means would weight tokens unequally.
+
+    Returns:
+      The complete loss, and the gradient in the layouts and dtypes of the parameters at rest, with None for leaves that
+      are not floating.
+
+    Raises:
+      LayoutError: If layouts and parameters do not fit.
+      MeshError: If a gathered axis is not among `data`.
+      SizeError: If the numbers of micro-batches differ.
+      ReplicationError: If the loss is not a partial sum on an axis of `data`.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> from spmd import parallel
+      >>> mesh = spmd.make_mesh(dp=4)
+      >>> @spmd.kernel("d/dp, n b/dp d -> scalar, d/dp", mesh=mesh)
+      ... def step(w, xs):
+      ...     def loss(w, x):
+      ...         return spmd.reduce((x * w[None]) ** 2, "b/dp d -> {U:dp}")
+      ...     return parallel.accumulate(loss, w, xs, at_rest="d/dp", compute="d", data="dp")
+      >>> value, gradient = step(jnp.ones(4), jnp.ones((3, 8, 4)))
+      >>> print(value, gradient, spmd.inspect.collectives(step, jnp.ones(4), jnp.ones((3, 8, 4))).counts)
+      96.0 [48. 48. 48. 48.] {'all_gather': 1, 'psum': 1, 'psum_scatter': 1}
+    """
+    call = "accumulate(loss_fn, params, micro_batches, ...)"
+    axes = checked_axes(data, "data", call)
+    if not axes:
+        rule = "data names at least one mesh axis that divides the batch."
+        raise LayoutError(rule, call=call, advice='data="dp", or plain spmd.value_and_grad')
+    _check_batches(micro_batches, call)
+    leaves, structure = jax.tree.flatten(params)
+    found = moves(params, at_rest, compute, axes, call)
+    gathered = [gather_leaf(w, m, dtype) for w, m in zip(leaves, found, strict=True)]
+    moving = [i for i, w in enumerate(leaves) if is_array(w) and differentiable(w)]
+    mark = f"{{U:{','.join(axes)}}}"
+
+    def loss(floats: Any, batch: Any) -> Any:
+        given = dict(zip(moving, floats, strict=True))
+        out = loss_fn(jax.tree.unflatten(structure, [given.get(i, w) for i, w in enumerate(gathered)]), batch)
+        value, count = _pair(out, mean, call)
+        _check_partial(value, axes, call)
+        return value, jnp.asarray(count, jnp.float32)
+
+    def micro(totals: Any, batch: Any) -> tuple[Any, None]:
+        found = spmd.value_and_grad(loss, loss=mark, has_aux=True)([gathered[i] for i in moving], batch)
+        return jax.tree.map(lambda total, x: total + x.astype(total.dtype), totals, found), None
+
+    start = (
+        (_no_sum(mark), _no_sum(mark)),
+        [jnp.zeros_like(gathered[i], wide(gathered[i])) for i in moving],
+    )
+    ((value, count), gradients), _ = lax.scan(micro, start, micro_batches)
+    value = _summed(value, axes)
+    done: list[Any] = [None] * len(leaves)
+    scale = 1 / _summed(count, axes) if mean else None
+    for i, gradient in zip(moving, gradients, strict=True):
+        move = found[i]
+        assert move is not None
+        reduced = reduce_leaf(move, gradient)
+        done[i] = (reduced if scale is None else reduced * scale).astype(leaves[i].dtype)
+    return value if scale is None else value * scale, jax.tree.unflatten(structure, done)
+
+
+def _pair(out: Any, mean: bool, call: str) -> tuple[Any, Any]:
+    if mean != (isinstance(out, tuple) and len(out) == 2):
+        rule = "with mean=True loss_fn returns a sum of losses and the number of its terms; otherwise only the sum."
+        got = [f"mean={mean}", "a pair" if isinstance(out, tuple) else "one value"]
+        raise LayoutError(rule, call=call, got=got, fix=f"mean={not mean}")
+    return out if mean else (out, 0.0)
+
+
+def _check_partial(value: Any, axes: Axes, call: str) -> None:
+    """Raise if JAX's type says, where there are manual axes, that a sum is complete already."""
+    kind, manual = spmd.typeof(value), jax.sharding.get_abstract_mesh().manual_axes
+    complete = [axis for axis in axes if axis in manual and axis not in (*kind.varying, *kind.unreduced)]
+    if complete:
+        over = ", ".join(complete)
+        rule = f"loss_fn returns this device's part of a sum, but on {over} it is complete: each device would add it."
+        advice = f'reduce(x, "<layout> -> {{U:{",".join(axes)}}}") as the last step of loss_fn'
+        raise ReplicationError(rule, call=call, got=[f"the loss: {kind}"], advice=advice)
+
+
+@spmd.scope(mapping=None)
+def _no_sum(mark: str) -> Any:
+    return spmd.zeros(mark)
+
+
+def _check_batches(micro_batches: Any, call: str) -> None:
+    shapes = [tuple(getattr(x, "shape", ())) for x in jax.tree.leaves(micro_batches)]
+    counts = {shape[:1] for shape in shapes}
+    if len(counts) != 1 or () in counts:
+        rule = "the first dimension of each array of micro_batches counts the micro-batches."
+        raise SizeError(rule, call=call, got=[f"shape {shape}" for shape in shapes] or ["no arrays"])

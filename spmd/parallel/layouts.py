@@ -1,9 +1,9 @@
-"""Layouts of parameters, gradients and optimizer state at rest, chosen leaf by leaf from shapes."""
+"""Layouts of parameters, gradients and optimizer state at rest, chosen from shapes; and how parameters get to use."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +11,13 @@ import jax
 
 from spmd import AxisMapping, Layout
 from spmd._text import Table, shown_width
-from spmd._trees.leaves import has_room
+from spmd._trees.leaves import has_room, is_array, kind_of
+from spmd._trees.matching import match_prefix
 from spmd.errors import LayoutError, MeshError
-from spmd.language import axes_product, check_axes, mesh_text
+from spmd.language import axes_product, axes_tuple, check_axes, mesh_text
 from spmd.mesh import sizes_for
-from spmd.parallel._rematerialize import Axes, axes_by_dim, checked_axes, is_array, layout_leaves, paths, text_of
+
+Axes = tuple[str, ...]
 
 
 class ZeroLayouts(NamedTuple):
@@ -165,13 +167,12 @@ def fsdp_layouts(
     axes = checked_axes(fsdp, "fsdp", call)
     sizes = sizes_for(mesh, call)
     named = (keep,) if isinstance(keep, str) else tuple(keep)
-    leaves, structure = jax.tree.flatten(tree)
-    declared = layout_leaves(tree, "..." if base is None else base, call)
-    _check_axes(axes, declared, sizes, call)
+    declared = laid_out(tree, "..." if base is None else base, call)
+    _check_axes(axes, [layout for *_, layout in declared], sizes, call)
     at_rest: list[Layout | None] = []
     compute: list[Layout | None] = []
     rows: list[_Row] = []
-    for path, leaf, layout in zip(paths(tree), leaves, declared, strict=True):
+    for path, leaf, layout in declared:
         if layout is None:
             at_rest.append(None)
             compute.append(None)
@@ -187,7 +188,7 @@ def fsdp_layouts(
         rule = f"none of these parameters is divided over {'/'.join(axes)}."
         got = [f"{row.path}: {row.why}" for row in rows]
         raise LayoutError(rule, call=call, got=got, advice="a smaller min_size, or no FSDP")
-    build = lambda found: jax.tree.unflatten(structure, found)
+    build = lambda found: jax.tree.unflatten(jax.tree.structure(tree), found)
     return FSDPLayouts(build(at_rest), build(compute), axes, tuple(rows))
 
 
@@ -201,11 +202,11 @@ def _check_axes(axes: Axes, layouts: Sequence[Layout | None], sizes: Mapping[str
 
 def _ranked(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[Layout | None]:
     """The layout of each leaf, None if it is not an array; every layout has the rank of its array."""
-    found = layout_leaves(tree, layouts, call, what)
-    for path, leaf, layout in zip(paths(tree), jax.tree.leaves(tree), found, strict=True):
+    found = laid_out(tree, layouts, call, what)
+    for path, leaf, layout in found:
         if layout is not None:
             _of_rank(layout, leaf, path, call)
-    return found
+    return [layout for *_, layout in found]
 
 
 def _of_rank(layout: Layout, leaf: Any, path: str, call: str) -> Layout:
@@ -316,3 +317,136 @@ def state_layouts(state: Any, params: Any, layouts: Any) -> Any:
 
     leaves, structure = flat(state)
     return jax.tree.unflatten(structure, [of(path, leaf) for path, leaf in leaves])
+
+
+# --- parameters at rest and in use, leaf by leaf: the axes to gather, and the axes over which gradients are summed ----
+
+
+def checked_axes(axes: str | Iterable[str] | None, what: str, call: str) -> Axes:
+    """One mesh axis, several, or None, as a tuple."""
+    if axes is not None and not isinstance(axes, (str, tuple, list)):
+        rule = f"{what} is a mesh axis, a tuple of them, or None, not {kind_of(axes)}."
+        raise MeshError(rule, call=call, advice=f'as in {what}="dp"')
+    return axes_tuple(axes)
+
+
+def paths(tree: Any) -> list[str]:
+    """The path of each leaf, keys joined with "/"."""
+    found = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return [jax.tree_util.keystr(path, simple=True, separator="/") or "(the tree itself)" for path, _ in found]
+
+
+def laid_out(tree: Any, layouts: Any, call: str, what: str = "tree") -> list[tuple[str, Any, Layout | None]]:
+    """Each leaf of a tree: its path, itself, and its layout; None if the leaf is not an array.
+
+    Args:
+      tree: The arrays.
+      layouts: A prefix tree of layouts, as in `spmd.shard`.
+      call: The call, for messages.
+      what: The name of the tree in messages.
+    """
+    found = match_prefix(layouts, tree, what, call)
+    pairs = zip(paths(tree), found, strict=True)
+    return [(path, leaf, layout if is_array(leaf) else None) for path, (_, leaf, layout) in pairs]
+
+
+def axes_by_dim(layout: Layout) -> tuple[Axes, ...]:
+    """The mesh axes of each dimension."""
+    return tuple(dim.axes for dim in layout.dims)
+
+
+def text_of(names: tuple[str, ...], axes: tuple[Axes, ...], unreduced: Axes = (), reduced: Axes = ()) -> str:
+    """A layout of these parts, as a string."""
+    parts = ["/".join((name, *own)) for name, own in zip(names, axes, strict=True)]
+    parts += [f"{{{kind}:{','.join(own)}}}" for kind, own in (("U", unreduced), ("R", reduced)) if own]
+    return " ".join(parts) or "scalar"
+
+
+@dataclass(frozen=True)
+class Move:
+    """How one parameter goes from rest to use.
+
+    Attributes:
+      names: Its dimensions.
+      rest: The mesh axes of each dimension at rest.
+      use: The mesh axes of each dimension in use.
+      copies: Axes along which it is equal at rest, and over which its gradient is summed.
+    """
+
+    names: tuple[str, ...]
+    rest: tuple[Axes, ...]
+    use: tuple[Axes, ...]
+    copies: Axes
+
+    @property
+    def gathered(self) -> Axes:
+        """Axes that divide it at rest but not in use."""
+        used = {axis for axes in self.use for axis in axes}
+        return tuple(axis for axes in self.rest for axis in axes if axis not in used)
+
+    @property
+    def tiled(self) -> bool:
+        """Return whether all-gathers alone move it from rest to use."""
+        return all(rest[: len(use)] == use for rest, use in zip(self.rest, self.use, strict=True))
+
+    def inner(self) -> Move:
+        """The same for one layer of a stack, without the first dimension."""
+        return Move(self.names[1:], self.rest[1:], self.use[1:], self.copies)
+
+
+def moves(tree: Any, at_rest: Any, compute: Any, data: Any, call: str, what: str = "params") -> list[Move | None]:
+    """The move of each leaf; None if it is not an array.
+
+    Args:
+      tree: The parameters at rest.
+      at_rest: Their layouts at rest.
+      compute: Their layouts in use.
+      data: The mesh axes that divide the data; None for those that the gathers remove.
+      call: The call, for messages.
+      what: The name of the tree in messages.
+    """
+    resting, used = (laid_out(tree, layouts, call, what) for layouts in (at_rest, compute))
+    found: list[Move | None] = []
+    faults: list[str] = []
+    for (path, leaf, rest), (_, _, use) in zip(resting, used, strict=True):
+        if rest is None or use is None:
+            found.append(None)
+            continue
+        fault = _fault(leaf, rest, use)
+        faults += [f"{path}: {fault}"] if fault else []
+        if not fault:
+            rest, use = rest.with_rank(len(leaf.shape)), use.with_rank(len(leaf.shape))
+            found.append(Move(_names(rest), axes_by_dim(rest), axes_by_dim(use), ()))
+    if faults:
+        rule = "each parameter has the same dimensions at rest and in use, and no marks."
+        raise LayoutError(rule, call=call, got=faults)
+    gathered = dict.fromkeys(axis for move in found if move for axis in move.gathered)
+    wanted = tuple(gathered) if data is None else checked_axes(data, "data", call)
+    missing = [axis for axis in gathered if axis not in wanted]
+    if missing:
+        rule = f"parameters are gathered over {', '.join(missing)}, which must divide the data too."
+        raise MeshError(rule, call=call, got=[f"data={data!r}"], fix=f"data={(*wanted, *missing)!r}")
+    return [move and _with_copies(move, wanted) for move in found]
+
+
+def _names(layout: Layout) -> Axes:
+    """Names for the dimensions; their own, if each has one."""
+    if len(layout.names) == len(layout.dims) == len(layout.atoms):
+        return layout.names
+    return tuple(f"d{i}" for i in range(len(layout.dims)))
+
+
+def _fault(leaf: Any, rest: Layout, use: Layout) -> str:
+    both = f'"{rest.short}" at rest, "{use.short}" in use'
+    if rest.unreduced or rest.reduced or use.unreduced or use.reduced:
+        return both
+    rank = len(leaf.shape)
+    if not has_room(rest, rank) or not has_room(use, rank):
+        return f"{both}, rank {rank}"
+    same = rest.has_ellipsis or use.has_ellipsis or rest.names == use.names
+    return "" if same else both
+
+
+def _with_copies(move: Move, data: Axes) -> Move:
+    own = {axis for axes in (*move.rest, *move.use) for axis in axes}
+    return Move(move.names, move.rest, move.use, tuple(axis for axis in data if axis not in own))

@@ -12,12 +12,11 @@ from jax import lax
 
 import spmd
 from spmd import _compat, axis_size, iota, repeat, scope, typeof
-from spmd._trees.leaves import not_int
-from spmd.errors import LayoutError, ReplicationError, SizeError
+from spmd.errors import LayoutError, ReplicationError
 from spmd.modes import current_frame
 from spmd.nn.norm import wide
-from spmd.parallel._cut import SplitStage
-from spmd.parallel._rematerialize import checked_axes, differentiable
+from spmd.parallel._layer import SplitStage, differentiable
+from spmd.parallel.layouts import checked_axes
 from spmd.parallel.pipelining import (
     Axes,
     Tree,
@@ -126,8 +125,6 @@ def pipeline_loss(
       Communication of Model Parallelism", https://arxiv.org/abs/2211.05322, for eager 1F1B; Qi et al., "Zero Bubble
       Pipeline Parallelism", https://arxiv.org/abs/2401.10241, for ZB-H1
     """
-    if repeats is not None and (fault := not_int("repeats", repeats, 1, "None")):
-        raise SizeError(fault, call=_CALL, advice="as in repeats=2")
     over = checked_axes(data, "data", _CALL)
     microbatches = micro_batches({"x": x, "targets": targets}, _CALL, "x and targets")
     schedule = PipelineSchedule(axis_size(pp) if pp else 1, microbatches, repeats or 1, order)

@@ -14,11 +14,12 @@ import spmd
 from spmd import axis_size, defer, iota, reduce, repeat, scope, shift, typeof
 from spmd._trees.leaves import is_array, is_key, not_int
 from spmd.errors import Fix, LayoutError, ReplicationError, SizeError, not_one_of
+from spmd.language import Axes
 from spmd.modes import current_frame
-from spmd.parallel._rematerialize import differentiable, paths
+from spmd.parallel._layer import differentiable
+from spmd.parallel.layouts import paths
 from spmd.parallel.schedule import PipelineSchedule
 
-Axes = str | tuple[str, ...] | None
 Tree = Any
 T = TypeVar("T")
 
@@ -106,7 +107,7 @@ def pipeline(
       (section 3.3) for stages as a vectorized dimension; Narayanan et al., https://arxiv.org/abs/2104.04473, for
       interleaved stages
     """
-    _check_options(save, result, repeats)
+    _check_options(save, result)
     schedule = PipelineSchedule(axis_size(pp) if pp else 1, micro_batches(x), repeats or 1)
     check_stages(params, pp, schedule.stages, repeats)
     stage, x, keys = without_keys(on_one_stage(stage, pp), x)
@@ -277,13 +278,11 @@ def _along(mask: Any, x: Any) -> Any:
 # --- arguments --------------------------------------------------------------------------------------------------
 
 
-def _check_options(save: Any, result: Any, repeats: Any) -> None:
+def _check_options(save: Any, result: Any) -> None:
     for name, value, known in (("save", save, ("inputs", "activations")), ("result", result, ("whole", "partial"))):
         if value not in known and not (name == "save" and callable(value)):
             rule = not_one_of(name, value, known, "a policy of jax.checkpoint" if name == "save" else "")
             raise LayoutError(rule, call=_CALL, fix=f'{name}="{known[0]}"')
-    if repeats is not None and (fault := not_int("repeats", repeats, 1, "None")):
-        raise SizeError(fault, call=_CALL, advice="as in repeats=2")
 
 
 def micro_batches(x: Tree, call: str = _CALL, what: str = "x") -> int:
@@ -300,6 +299,8 @@ def micro_batches(x: Tree, call: str = _CALL, what: str = "x") -> int:
 
 @scope(mapping=None)
 def check_stages(params: Tree, pp: Axes, stages: int, repeats: int | None, call: str = _CALL) -> None:
+    if repeats is not None and (fault := not_int("repeats", repeats, 1, "None")):
+        raise SizeError(fault, call=call, advice="as in repeats=2")
     at = 0 if repeats is None else 1
     layout = "p/pp ..." if repeats is None else "v p/pp ..."
     wrong = []

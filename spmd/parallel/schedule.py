@@ -12,7 +12,7 @@ import numpy as np
 from spmd._text import Line
 from spmd._trees.leaves import not_int
 from spmd.drawing._picture import FILLS, Cell, Grid, Picture, below, caption, card, grid_box, grid_lines, sentences
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import SizeError, check_one_of
 
 # --- timetables of forward and backward steps in turn: 1F1B, for one stage on each device or several, and ZB-H1 -------
 #
@@ -370,8 +370,7 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: O
 def check_order(schedule: PipelineSchedule, orders: tuple[str, ...], call: str) -> None:
     """Check that the order is one of these, and fits the micro-batches and rounds."""
     stages, microbatches, repeats, order = schedule.stages, schedule.microbatches, schedule.repeats, schedule.order
-    if order not in orders:
-        raise LayoutError(not_one_of("order", order, orders), call=call, fix=f'order="{orders[0]}"')
+    check_one_of("order", order, orders, call, fix=f'order="{orders[0]}"')
     if _STEPS[order] == 2 and repeats > 1 and microbatches % stages:
         rule = "with several rounds, forward and backward steps take turns in groups of one micro-batch for each stage."
         got = [f"{microbatches} micro-batches, {stages} stages"]

@@ -10,12 +10,11 @@ import numpy as np
 
 from spmd import all_to_all, axis_size, iota, ppermute, rearrange, scope, size
 from spmd.comm._marks import ordered
-from spmd.errors import LayoutError, SizeError, not_one_of
+from spmd.errors import SizeError, check_one_of
+from spmd.language import Axes
 
 Placement = Literal["contiguous", "zigzag", "striped"]
 PLACEMENTS = get_args(Placement)
-
-Axes = str | tuple[str, ...] | None
 
 
 def sequence_order(length: int, parts: int, placement: Placement) -> np.ndarray:
@@ -120,20 +119,7 @@ def place_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) ->
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(place)(jnp.arange(8)))
       [0 2 4 6 1 3 5 7]
     """
-    blocks, x = _opened(x, "place_sequence", placement, cp, axis)
-    x = ordered(x, "contiguous", cp)
-    if placement == "zigzag":
-        even, odd = _rounds(blocks)
-        x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
-        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
-        x = _by_parity(blocks, cp, first, second)
-        x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
-    if placement == "striped":
-        x = rearrange(x, "(c l j)/cp ... -> c/cp l j ...", c=blocks, j=blocks, cp=cp)
-        x = all_to_all(x, "c/cp l j ... -> c l j/cp ...", cp=cp)
-        x = rearrange(x, "c l j/cp ... -> (j c l)/cp ...", cp=cp)
-    return ordered(jnp.moveaxis(x, 0, axis), placement, cp, anew=True)
+    return _moved("place_sequence", x, placement, cp, axis, back=False)
 
 
 @scope(mapping=None)
@@ -163,21 +149,35 @@ def restore_sequence(x: Any, placement: Placement, *, cp: Axes, axis: int = -2) 
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(restore)(jnp.array([0, 1, 6, 7, 2, 3, 4, 5])))
       [0 1 2 3 4 5 6 7]
     """
-    blocks, x = _opened(x, "restore_sequence", placement, cp, axis)
-    x = ordered(x, placement, cp)
+    return _moved("restore_sequence", x, placement, cp, axis, back=True)
+
+
+# --- the moves, in one direction and back -------------------------------------------------------------------------
+
+
+# A block is cut into pieces, one for each block; they are exchanged, and put together. The second one is the way back.
+_STRIPES = (
+    ("(c l j)/cp ... -> c/cp l j ...", "c/cp l j ... -> c l j/cp ...", "c l j/cp ... -> (j c l)/cp ..."),
+    ("(j c l)/cp ... -> c l j/cp ...", "c l j/cp ... -> c/cp l j ...", "c/cp l j ... -> (c l j)/cp ..."),
+)
+
+
+def _moved(who: str, x: Any, placement: Placement, cp: Axes, axis: int, *, back: bool) -> Any:
+    """The array with its tokens in the placement, from contiguous blocks; or `back` in them."""
+    blocks, x = _opened(x, who, placement, cp, axis)
+    x = ordered(x, placement if back else "contiguous", cp)
     if placement == "zigzag":
-        even, odd = ([(j, i) for i, j in pairs] for pairs in _rounds(blocks))
         x = rearrange(x, "(c z l)/cp ... -> z c/cp l ...", c=blocks, z=2, cp=cp)
-        x = _by_parity(blocks, cp, x[0], x[1])
-        first = ppermute(x[0], "[c/cp] l ...", even, cp=cp)
-        second = ppermute(x[1], "[c/cp] l ...", odd, cp=cp)
-        x = jnp.stack([first, second])
+        halves = _by_parity(blocks, cp, x[0], x[1]) if back else [x[0], x[1]]
+        there = [[(j, i) for i, j in pairs] if back else pairs for pairs in _rounds(blocks)]
+        halves = [ppermute(one, "[c/cp] l ...", pairs, cp=cp) for one, pairs in zip(halves, there, strict=True)]
+        x = jnp.stack(halves if back else _by_parity(blocks, cp, *halves))
         x = rearrange(x, "z c/cp l ... -> (c z l)/cp ...", cp=cp)
     if placement == "striped":
-        x = rearrange(x, "(j c l)/cp ... -> c l j/cp ...", c=blocks, j=blocks, cp=cp)
-        x = all_to_all(x, "c l j/cp ... -> c/cp l j ...", cp=cp)
-        x = rearrange(x, "c/cp l j ... -> (c l j)/cp ...", cp=cp)
-    return ordered(jnp.moveaxis(x, 0, axis), "contiguous", cp, anew=True)
+        apart, exchange, together = _STRIPES[back]
+        x = rearrange(x, apart, c=blocks, j=blocks, cp=cp)
+        x = rearrange(all_to_all(x, exchange, cp=cp), together, cp=cp)
+    return ordered(jnp.moveaxis(x, 0, axis), "contiguous" if back else placement, cp, anew=True)
 
 
 # --- shared by both ---------------------------------------------------------------------------------------------
@@ -208,8 +208,7 @@ def block_positions(block: Any, length: int, blocks: int, placement: str, part: 
 
 def check_placement(placement: str, call: str, length: int, blocks: int) -> None:
     """Raise if the placement is unknown, or cannot divide the length."""
-    if placement not in PLACEMENTS:
-        raise LayoutError(not_one_of("a placement", placement, PLACEMENTS), call=call)
+    check_one_of("a placement", placement, PLACEMENTS, call)
     chunks = 2 * blocks if placement == "zigzag" else blocks
     if length % chunks:
         pad = -length % chunks
@@ -247,8 +246,8 @@ def _rounds(blocks: int) -> list[list[tuple[int, int]]]:
     return [[(c, to[2 * c + z]) for c in range(blocks)] for z in (0, 1)]
 
 
-def _by_parity(blocks: int, cp: Axes, even: Any, odd: Any) -> Any:
+def _by_parity(blocks: int, cp: Axes, even: Any, odd: Any) -> list[Any]:
     """The even chunks and the odd ones as the early and the late ones, or the other way round: of chunks c and 2n-1-c
     of an odd block, the late one is even."""
     swap = jnp.expand_dims(iota("c/cp", c=blocks, cp=cp) % 2 == 1, tuple(range(1, even.ndim)))
-    return jnp.stack([jnp.where(swap, odd, even), jnp.where(swap, even, odd)])
+    return [jnp.where(swap, odd, even), jnp.where(swap, even, odd)]

@@ -9,7 +9,7 @@ from jax import lax
 import spmd
 from spmd import _compat
 from spmd._jaxprs.walker import equations
-from spmd.parallel._cut import Cut, SplitStage, inlined
+from spmd.parallel._layer import Cut, SplitStage, inlined
 
 
 def steps(w, x, late):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from spmd._jaxprs.walker import walk
-from spmd.parallel._rematerialize import SAVE, Known, Layer, differentiable, without_integers
+from spmd.parallel._layer import SAVE, Known, Layer, differentiable, without_integers
 from tests.sampler import share
 
 RNG = np.random.default_rng(0)

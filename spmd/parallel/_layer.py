@@ -1,23 +1,182 @@
-"""A jaxpr in two parts: what some of its results need, and the rest, with the values that cross between the two.
+"""A layer as a pair of functions, forward and backward, with a choice of what is kept between them.
 
-A backward pass is cut so (`_split_stage`): the device before this one waits for the gradient of the input, and nobody
-waits for those of the weights. A scan over layers is cut into two scans, and what crosses is stacked.
+`jax.checkpoint` chooses by operation what it saves. This module chooses by what a value is made of: whatever depends on
+weights alone (the gathered weights, and all their casts, transposes and copies) is made again from the weights.
+
+A stage of a pipeline is three functions: its backward pass is a jaxpr in two parts, what the gradient of the input
+needs, and the rest.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from spmd import _compat
-from spmd._jaxprs.walker import Equation, held, opened, walk
-from spmd.parallel._rematerialize import Known, Layer, Values, differentiable
+from spmd._jaxprs.traces import FlatProgram
+from spmd._jaxprs.walker import Domain, Equation, Variable, held, opened, plain_call, walk
+
+SAVE = ("activations", "inputs")
+
+
+def differentiable(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def without_integers(cotangents: Any, primals: Any) -> Any:
+    """Cotangents with None where the primal is not a floating-point array."""
+    return jax.tree.map(lambda x, ct: ct if differentiable(jnp.asarray(x)) else None, primals, cotangents)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recipe:
+    """How the backward function of one layer is put together again."""
+
+    jaxpr: ClosedJaxpr
+    structure: Any
+    outputs: int
+    saved: tuple[int, ...]
+
+
+jax.tree_util.register_static(_Recipe)
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """A traced layer: `layer(consts, weights, shared, x) -> x`.
+
+    Attributes:
+      body: Its body, a function of weights, x and shared, over its constants.
+      save: "activations" keeps for the backward pass what depends on x; "inputs" keeps x alone.
+    """
+
+    body: FlatProgram
+    save: str
+
+    @staticmethod
+    def trace(
+        layer: Callable[..., Any],
+        gather: Callable[[Any], Any],
+        rest: Any,
+        x: tuple[Any, ...],
+        shared: tuple[Any, ...],
+        save: str,
+    ) -> tuple[Layer, list[Any]]:
+        """Trace `layer(gather(rest), *x, *shared)`; returns it with the values that it closed over."""
+        found: list[Layer] = []
+
+        def probe(rest: Any, x: Any, shared: Any) -> tuple[()]:
+            found.append(Layer(FlatProgram.of(layer, gather(rest), *x, *shared), save))
+            return ()
+
+        jax.eval_shape(probe, rest, x, shared)
+        return found[0], list(found[0].body.jaxpr.consts)
+
+    def __call__(self, consts: Sequence[Any], weights: Any, shared: Any, x: Any) -> Any:
+        return self.body.given(consts)(weights, x, shared)
+
+    def forward(self, consts: Any, weights: Any, shared: Any, x: Any) -> tuple[Any, Any]:
+        """The result, and what is kept."""
+        if self.save == "inputs":
+            return self(consts, weights, shared, x), x
+        given = (consts, weights, shared, x)
+        jaxpr, (out, pull) = jax.make_jaxpr(lambda *args: jax.vjp(self, *args), return_shape=True)(*given)
+        count = len(jax.tree.leaves(out))
+        recipe = _Recipe(jaxpr, jax.tree.structure(pull), count, _saved(jaxpr.jaxpr, given, count))
+        values = jaxpr_as_fun(jaxpr)(*jax.tree.leaves(given))
+        return jax.tree.unflatten(self.body.structure, values[:count]), (recipe, [values[i] for i in recipe.saved])
+
+    def backward(self, consts: Any, weights: Any, shared: Any, kept: Any, cotangent: Any) -> tuple[Any, ...]:
+        """The cotangents of constants, weights, shared arguments and x."""
+        if self.save == "inputs":
+            return jax.vjp(self, consts, weights, shared, kept)[1](cotangent)
+        recipe, values = kept
+        jaxpr = recipe.jaxpr
+        known = jax.tree.leaves((consts, weights, shared))
+        unknown = [Known.UNKNOWN] * (len(jaxpr.jaxpr.invars) - len(known))
+        leaves = walk(jaxpr, [*known, *unknown], _Replay(jaxpr.jaxpr))
+        by_variable = dict(zip((jaxpr.jaxpr.outvars[i] for i in recipe.saved), values, strict=True))
+        outvars = jaxpr.jaxpr.outvars
+        merged = [
+            leaf if isinstance(v, Literal) else by_variable.get(v, leaf)
+            for v, leaf in zip(outvars, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(recipe.structure, merged[recipe.outputs :])(cotangent)
+
+
+def _saved(jaxpr: Any, given: tuple[Any, ...], outputs: int) -> tuple[int, ...]:
+    """Return which results of the forward function are kept: one for each variable that can be made again neither from
+    the weights alone nor from what all layers share alone."""
+    sizes = [len(jax.tree.leaves(part)) for part in given]
+
+    def made_of(*parts: bool) -> list[Any]:
+        flags = [True if part else Known.UNKNOWN for part, size in zip(parts, sizes, strict=True) for _ in range(size)]
+        return walk(jaxpr, flags, Known())
+
+    again = zip(made_of(False, True, False, False), made_of(True, False, True, False), strict=True)
+    places: dict[Any, int] = {}
+    for place, (variable, made) in enumerate(zip(jaxpr.outvars, again, strict=True)):
+        if place >= outputs and made == (Known.UNKNOWN, Known.UNKNOWN):
+            places.setdefault(variable, place)
+    return tuple(places.values())
+
+
+class Known(Domain):
+    """Which values can be made again: the results of an equation whose operands can."""
+
+    UNKNOWN: ClassVar[Any] = object()
+
+    def constant(self, var: Variable | None, value: Any) -> Any:
+        return True
+
+    def equation(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """An equation is one piece, whatever it holds, except a plain call: a part of it can be made again."""
+        if not any(one is Known.UNKNOWN for one in operands):
+            return self.replayed(eqn, operands)
+        inner = plain_call(eqn)
+        return [Known.UNKNOWN] * len(eqn.outvars) if inner is None else walk(inner, operands, self)
+
+    def replayed(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        return [True] * len(eqn.outvars)
+
+
+class Values(Domain):
+    """The arrays of an open jaxpr, which a walk computes."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        super().__init__()
+        self.jaxpr = opened(jaxpr)[0]
+
+    def constant(self, var: Variable | None, value: Any) -> Any:
+        return value
+
+    def alone(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """The results of one equation, as the jaxpr that has no other."""
+        given = {v: one for v, one in zip(eqn.invars, operands, strict=True) if not isinstance(v, Literal)}
+        results, effects = list(eqn.outvars), eqn.effects
+        only = self.jaxpr.replace(constvars=[], invars=list(given), outvars=results, eqns=[eqn], effects=effects)
+        return jaxpr_as_fun(ClosedJaxpr(only, ()))(*given.values())
+
+
+class _Replay(Values, Known):
+    """The values that can be made again."""
+
+    def replayed(self, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        return self.alone(eqn, operands)
+
+
+# --- a jaxpr in two parts: what some of its results need, and the rest, with the values that cross between the two ----
+#
+# A backward pass is cut so (`SplitStage`): the device before this one waits for the gradient of the input, and nobody
+# waits for those of the weights. A scan over layers is cut into two scans, and what crosses is stacked.
+
 
 _LATER = Known.UNKNOWN  # a value that this part does not have
 
