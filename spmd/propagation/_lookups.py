@@ -245,7 +245,10 @@ def _in_blocks(writer: Any, op: Any, made: Made, at: Made, found: Sequence[int],
         layout = writer.layout((key,), Place((made.place.dims[d],)))
         starts.append(f'spmd.offset("{layout}", {key}={writer.sizes[key]})' if d in divided else "0")
     ids = f"{bare(at.text)}.astype(jnp.int32)"  # of no sign, they would not go below zero
-    return f"{ids} - jnp.stack([{', '.join(starts)}])" if len(starts) > 1 else f"{ids} - {starts[0]}"
+    if len(starts) == 1:
+        return f"{ids} - {starts[0]}"
+    shape = (*(1 for _ in at.names[:-1]), len(starts))
+    return f"{ids} - jnp.reshape(jnp.stack([{', '.join(starts)}]), {shape})"
 
 
 def whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:
