@@ -15,7 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 import spmd
 from spmd import make_mesh, use_cpu_devices
 from spmd.errors import MeshError
-from spmd.mesh import _pool, crossing, owners_text, sizes_for
+from spmd.mesh import crossing, owners_text, sizes_for
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -174,13 +174,19 @@ def test_devices_of_many_processes_are_shortened():
     assert found[0] == "process 0 has 0, 1, 2, 3, 4, 5, 6, 7, ..." and len(found) == 9 and found[-1] == "..."
 
 
+class Node:
+    """A device of a node or slice that is not here."""
+
+    def __init__(self, number: int, inside: int):
+        self.id, self.slice_index, self.process_index = number, inside, 0
+        self.platform, self.device_kind = "gpu", "not here"
+
+
 def test_devices_are_compared_few_times():
     """Each with those of its own hash: 8,000 devices are no 64 million comparisons."""
     compared = 0
 
-    class Device:
-        platform, process_index = "cpu", 0
-
+    class Device(Node):
         def __eq__(self, other):
             nonlocal compared
             compared += 1
@@ -188,18 +194,10 @@ def test_devices_are_compared_few_times():
 
         __hash__ = object.__hash__
 
-    devices = [Device() for _ in range(2000)]
-    assert _pool(devices, "make_mesh(...)") == devices and compared < 20 * len(devices)
+    devices = [Device(number, 0) for number in range(2000)]
     with pytest.raises(MeshError, match="each device has one place"):
-        _pool([*devices, devices[7]], "make_mesh(...)")
-
-
-class Node:
-    """A device of a node or slice that is not here."""
-
-    def __init__(self, number: int, inside: int):
-        self.id, self.slice_index, self.process_index = number, inside, 0
-        self.platform, self.device_kind = "gpu", "not here"
+        make_mesh(dp=-1, devices=[*devices, devices[7]])
+    assert compared < 20 * len(devices)
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,7 @@ import pytest
 import spmd
 from spmd import explain
 from spmd.inspect import Explanation
-from spmd.inspect._collectives import collectives_of_text
-from tests.inspect.harness import compiled_gradient, f32
+from tests.inspect.harness import compiled_gradient, f32, of_text
 from tests.inspect.programs import MESH, arguments, make_loss, make_mlp
 
 GOLDEN = Path(__file__).with_name("explanations.txt")
@@ -78,7 +77,7 @@ def printed(name: str) -> Explanation:
     if name == "nothing":
         return explain(jax.jit(lambda x: x + 1), f32(4), compiled=False)
     program = explain(make_mlp(), *arguments(MESH))
-    report = collectives_of_text(HLO, mesh=program.mesh)
+    report = of_text(HLO, mesh=program.mesh)
     machine = spmd.accelerators.hardware("tpu-v5p")
     return Explanation("mlp", program.mesh, program.written, report, hardware=machine, platform="gpu")
 
@@ -126,7 +125,7 @@ def test_the_flag_goes_with_what_is_flagged():
     """The same text without the strangers has none."""
     program = explain(make_mlp(), *arguments(MESH))
     text = "\n".join(line for line in HLO.splitlines() if "all-to-all.4 =" not in line and "all-gather.5" not in line)
-    report = Explanation("mlp", program.mesh, program.written, collectives_of_text(text, mesh=program.mesh))
+    report = Explanation("mlp", program.mesh, program.written, of_text(text, mesh=program.mesh))
     assert report.unwritten == ()
     assert "NOBODY WROTE" not in str(report)
 

@@ -1,22 +1,42 @@
 """The reader of compiled text, on strings: each form in which groups, types and loops are printed."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd._text import sent_bytes
 from spmd.errors import SpmdError
-from spmd.inspect._collectives import axes_of_groups, axes_of_pairs, collectives_of_text, parse_groups, parse_pairs
-from spmd.inspect._hlo import parse_module, parse_shapes, shape_bytes
+from tests.inspect.harness import of_text, sent_bytes
+
+ONE = """HloModule jit_f, num_partitions={devices}
+
+ENTRY %main (x: {type}) -> {type} {{
+  %x = {type} parameter(0)
+  ROOT %one = {type} {kind}(%x), {how}
+}}
+"""
 
 
-def test_shapes_and_bytes():
-    text = "(f32[8,16]{1,0:T(8,128)(2,1)}, /*index=1*/pred[3]{0}, f8e4m3fn[5], s4[3], c64[2], token[])"
-    assert [shape_bytes(*shape) for shape in parse_shapes(text)] == [512, 3, 5, 2, 16, 0]
+def one_sent(type_: str, kind: str, how: str, devices: int = 8, mesh=None):
+    """The collective of a program that has one."""
+    [found] = of_text(ONE.format(type=type_, kind=kind, how=how, devices=devices), mesh)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("type_", "size"),
+    [("f32[8,16]{1,0:T(8,128)(2,1)}", 512), ("pred[3]{0}", 3), ("f8e4m3fn[5]", 5), ("s4[3]", 2), ("c64[2]", 16)],
+)
+def test_shapes_and_bytes(type_, size):
+    assert one_sent(type_, "collective-permute", "source_target_pairs={{0,1}}").bytes == size
+
+
+def test_a_type_that_nobody_knows_is_named():
     with pytest.raises(SpmdError, match="'quux'"):
-        shape_bytes("quux", (3,))
+        one_sent("quux[3]", "collective-permute", "source_target_pairs={{0,1}}")
 
 
 MODULE = """HloModule jit_f, is_scheduled=true, num_partitions=8
@@ -78,7 +98,7 @@ ENTRY %main (x: f32[16], y: bf16[2,2]) -> f32[16] {
 
 
 def test_a_module_with_everything():
-    report = collectives_of_text(MODULE, mesh={"dp": 2, "tp": 4})
+    report = of_text(MODULE, mesh={"dp": 2, "tp": 4})
     found = [(c.kind, c.axes, c.bytes, c.count, c.exact) for c in report]
     assert found == [
         ("psum", ("dp", "tp"), 126, 1, True),  # combined by XLA: 2 * (64 + 8) * 7/8
@@ -97,45 +117,37 @@ def test_a_module_with_everything():
 
 
 def test_without_a_mesh_the_text_may_name_the_axes():
-    assert collectives_of_text(MODULE).mesh == {"dp": 2, "tp": 4}
+    assert of_text(MODULE).mesh == {"dp": 2, "tp": 4}
     bare = MODULE.replace("mesh['dp'=2,'tp'=4] {'tp'}", "[2,4]<=[8]")
-    report = collectives_of_text(bare)
+    report = of_text(bare)
     assert report.mesh is None
     assert {c.axes for c in report} == {()}
-    assert report.total_bytes == collectives_of_text(MODULE).total_bytes
-
-
-def test_attributes_stop_at_their_own_comma():
-    module = parse_module(MODULE)
-    (reduce,) = (i for i in module.computations["inner"] if i.opcode == "all-reduce")
-    assert reduce.attribute("replica_groups") == "[2,4]<=[8]"
-    assert reduce.attribute("to_apply") == "%add"
-    assert reduce.attribute("channel_id") is None
+    assert report.total_bytes == of_text(MODULE).total_bytes
 
 
 def test_text_without_an_entry_is_an_error():
     with pytest.raises(SpmdError, match="no ENTRY computation"):
-        parse_module("stablehlo.module {}")
+        of_text("stablehlo.module {}")
 
 
 def test_an_undefined_operand_is_an_error():
     with pytest.raises(SpmdError, match="does not define it"):
-        collectives_of_text(MODULE.replace("all-gather-start(%x)", "all-gather-start(%nowhere)"))
+        of_text(MODULE.replace("all-gather-start(%x)", "all-gather-start(%nowhere)"))
 
 
 @pytest.mark.parametrize(
-    ("kind", "operand", "devices", "bytes_"),
+    ("kind", "opcode", "operand", "devices", "bytes_"),
     [
-        ("all_gather", 10, 4, 30),
-        ("psum", 8, 8, 14),
-        ("psum", 4, 3, 5),  # 16/3, rounded
-        ("psum_scatter", 64, 4, 48),
-        ("all_to_all", 64, 4, 48),
-        ("ppermute", 64, 4, 64),
+        ("all_gather", "all-gather", 10, 4, 30),
+        ("psum", "all-reduce", 8, 8, 14),
+        ("psum", "all-reduce", 4, 3, 5),  # 16/3, rounded
+        ("psum_scatter", "reduce-scatter", 64, 4, 48),
+        ("all_to_all", "all-to-all", 64, 4, 48),
     ],
 )
-def test_bytes_per_device(kind, operand, devices, bytes_):
-    assert sent_bytes(kind, operand, devices) == bytes_
+def test_bytes_per_device(kind, opcode, operand, devices, bytes_):
+    found = one_sent(f"u8[{operand}]", opcode, f"replica_groups=[1,{devices}]<=[{devices}]", devices)
+    assert (found.kind, found.bytes) == (kind, bytes_) and sent_bytes(kind, operand, devices) == bytes_
 
 
 def test_stack_frames_of_real_text_are_walked_outwards():
@@ -149,7 +161,7 @@ def test_stack_frames_of_real_text_are_walked_outwards():
 
     fn = jax.jit(jax.shard_map(middle, mesh=mesh, in_specs=P("dp"), out_specs=P()))
     text = fn.lower(jnp.ones((8, 2))).compile().as_text()
-    (item,) = collectives_of_text(text, mesh=mesh)
+    (item,) = of_text(text, mesh=mesh)
     assert [frame.function.split(".")[-1] for frame in item.frames[:2]] == ["innermost", "middle"]
     assert item.where.startswith("test_hlo.py:")
 
@@ -157,41 +169,44 @@ def test_stack_frames_of_real_text_are_walked_outwards():
 # -------------------- groups of devices in compiled text, in each form that is printed, and the mesh axes that they stand for
 
 
-def sets(groups):
-    return {frozenset(group) for group in groups}
+PAIRS, FOURS = {"a": 4, "b": 2}, {"a": 2, "b": 4}
+CUBE = {"a": 2, "b": 2, "c": 2}
+SQUARE = {"a": 2, "b": 2}
 
 
 @pytest.mark.parametrize(
-    ("text", "partitions", "groups"),
+    ("text", "mesh", "axes"),
     [
-        ("{{0,1},{2,3}}, use_global_device_ids=true", 4, [(0, 1), (2, 3)]),
-        ("{{0, 2}, {1, 3}}", 4, [(0, 2), (1, 3)]),
-        ("{}, channel_id=1", 4, [(0, 1, 2, 3)]),
-        ("[4,2]<=[8], dimensions={0}", 8, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ("[2,4]<=[4,2]T(1,0)", 8, [(0, 2, 4, 6), (1, 3, 5, 7)]),
-        ("[4,2]<=[2,2,2]T(0,2,1)", 8, [(0, 2), (1, 3), (4, 6), (5, 7)]),
-        ("[1,8]<=[8]", 8, [tuple(range(8))]),
-        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, dimensions={0}", 8, [(0, 4), (1, 5), (2, 6), (3, 7)]),
-        ("mesh['a'=2,'b'=2,'c'=2] {'a','c'}", 8, [(0, 1, 4, 5), (2, 3, 6, 7)]),
-        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", 8, [(0, 4, 1, 5), (2, 6, 3, 7)]),
-        ("mesh['y'=4] {'y':(1)2}", 4, [(0, 2), (1, 3)]),
-        ("mesh['y'=4] {'y':(2)2}", 4, [(0, 1), (2, 3)]),
-        ("mesh['a'=8] {'a':(1)2,'a':(4)2}", 8, [(0, 1, 4, 5), (2, 3, 6, 7)]),
-        ("mesh['x'=2,'y'=4] {'x','y':(2)2}", 8, [(0, 1, 4, 5), (2, 3, 6, 7)]),
-        ("mesh['x'=2,'y'=2], device_ids=(3,1,0,2) {'x'}", 4, [(3, 0), (1, 2)]),
-        ("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}", 4, [(0, 2), (1, 3)]),
-        ("mesh['x'=1,'y'=4] {'x','y'}", 4, [(0, 1, 2, 3)]),
-        ("@mesh<u=2,v=2> {u}", 4, [(0, 2), (1, 3)]),
-        ("@mesh<o=4>, device_ids=(2,3,0,1) {o:(2)2}", 4, [(2, 3), (0, 1)]),
+        ("{{0,1},{2,3}}, use_global_device_ids=true", SQUARE, "b"),
+        ("{{0, 2}, {1, 3}}", SQUARE, "a"),
+        ("{}, channel_id=1", SQUARE, "ab"),
+        ("[4,2]<=[8], dimensions={0}", PAIRS, "b"),
+        ("[2,4]<=[4,2]T(1,0)", PAIRS, "a"),
+        ("[4,2]<=[2,2,2]T(0,2,1)", CUBE, "b"),
+        ("[1,8]<=[8]", CUBE, "abc"),
+        ("mesh['axis_0'=2,'axis_1'=4] {'axis_0'}, dimensions={0}", FOURS, "a"),
+        ("mesh['p'=2,'q'=2,'r'=2] {'p','r'}", CUBE, "ac"),
+        ("mesh['p'=2,'q'=2,'r'=2] {'r','p'}", CUBE, "ac"),
+        ("mesh['y'=4] {'y':(1)2}", SQUARE, "a"),
+        ("mesh['y'=4] {'y':(2)2}", SQUARE, "b"),
+        ("mesh['p'=8] {'p':(1)2,'p':(4)2}", CUBE, "ac"),
+        ("mesh['x'=2,'y'=4] {'x','y':(2)2}", CUBE, "ac"),
+        ("mesh['x'=2,'y'=2], device_ids=(0,2,1,3) {'x'}", SQUARE, "b"),
+        ("mesh['x'=2,'y'=2], device_ids=([2,2]T(1,0)) {'y'}", SQUARE, "a"),
+        ("mesh['x'=1,'y'=4] {'x','y'}", SQUARE, "ab"),
+        ("@mesh<u=2,v=2> {u}", SQUARE, "a"),
+        ("@mesh<o=4>, device_ids=(2,3,0,1) {o:(2)2}", SQUARE, "b"),
+        ("[4,2]<=[8]", FOURS, None),  # a part of an axis
     ],
 )
-def test_groups_in_every_form(text, partitions, groups):
-    assert sets(parse_groups(text, partitions)) == sets(groups)
+def test_groups_in_every_form(text, mesh, axes):
+    found = one_sent("f32[8]", "all-gather", f"replica_groups={text}", math.prod(mesh.values()), mesh)
+    assert (found.axes, found.whole) == ((("b",), False) if axes is None else (tuple(axes), True))
 
 
 def test_groups_in_an_unknown_form_are_an_error():
     with pytest.raises(SpmdError, match="a form that is not known here"):
-        parse_groups("hypercube(3)", 8)
+        one_sent("f32[8]", "all-gather", "replica_groups=hypercube(3)")
 
 
 @pytest.mark.parametrize("sizes", [{"a": 2, "b": 4}, {"a": 2, "b": 3, "c": 1}, {"a": 2, "b": 2, "c": 2}])
@@ -200,26 +215,28 @@ def test_axes_are_found_from_the_groups_of_each_subset(sizes):
     devices = np.arange(np.prod(shape)).reshape(shape)
     for chosen in range(1, 2 ** len(names)):
         picked = [i for i in range(len(names)) if chosen >> i & 1]
+        expected = tuple(names[i] for i in picked if shape[i] > 1)
+        if not expected:
+            continue  # nothing is sent
         rest = [i for i in range(len(names)) if i not in picked]
         groups = devices.transpose(rest + picked).reshape(-1, np.prod([shape[i] for i in picked]))
-        expected = tuple(names[i] for i in picked if shape[i] > 1)
-        assert axes_of_groups(tuple(map(tuple, groups.tolist())), sizes) == (expected, True)
+        text = str(groups.tolist()).replace("[", "{").replace("]", "}")
+        found = one_sent("f32[8]", "all-gather", f"replica_groups={text}", devices.size, sizes)
+        assert (found.axes, found.whole) == (expected, True)
 
 
-def test_parts_of_axes_are_told_apart():
-    assert axes_of_groups(parse_groups("[4,2]<=[8]", 8), {"x": 2, "y": 4}) == (("y",), False)
-    assert axes_of_groups(parse_groups("[2,4]<=[8]", 8), {"x": 2, "y": 4}) == (("y",), True)
-
-
-def test_axes_of_pairs():
-    ring = parse_pairs("{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}")
-    assert axes_of_pairs(ring, {"x": 2, "y": 4}) == ("y",)
-    assert axes_of_pairs(((0, 7), (7, 0)), {"x": 2, "y": 4}) == ("x", "y")
+@pytest.mark.parametrize(
+    ("pairs", "axes"),
+    [("{{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", ("b",)), ("{{0,7},{7,0}}", ("a", "b"))],
+)
+def test_axes_of_pairs(pairs, axes):
+    found = one_sent("f32[8]", "collective-permute", f"source_target_pairs={pairs}", mesh=FOURS)
+    assert found.axes == axes
 
 
 def test_a_mesh_that_is_too_small_is_named():
     with pytest.raises(SpmdError, match=r"a device 7, and the mesh x=2 has only 2 devices"):
-        axes_of_groups(((0, 7),), {"x": 2})
+        one_sent("f32[8]", "all-gather", "replica_groups={{0,7}}", mesh={"x": 2})
 
 
 # -------------------- compiled text as the compilers for TPUs and GPUs print it, shortened: collectives are counted once, where they start
@@ -368,11 +385,11 @@ ENTRY %main (a: f32[64,16], b: f32[32,16], s: s64[4]) -> f32[32,16] {
 
 
 def seen(text: str) -> list[tuple]:
-    return [(one.kind, one.axes, one.bytes, one.count) for one in collectives_of_text(text, mesh=MESH)]
+    return [(one.kind, one.axes, one.bytes, one.count) for one in of_text(text, mesh=MESH)]
 
 
 def test_a_gather_beside_other_work_on_a_tpu_is_one():
-    (one,) = collectives_of_text(TPU_BESIDE, mesh=MESH)
+    (one,) = of_text(TPU_BESIDE, mesh=MESH)
     assert (one.kind, one.axes, one.bytes, one.count) == ("all_gather", ("dp",), 64 * 16 * 2, 1)
     assert one.op_name.endswith('all_gather(x, "f/tp d/dp -> f/tp d")/all_gather')
 
@@ -383,7 +400,7 @@ def test_without_its_start_it_would_be_counted_wherever_it_runs_on():
 
 
 def test_an_all_reduce_and_its_slice_on_a_tpu_is_a_scatter():
-    (one,) = collectives_of_text(TPU_SCATTER, mesh=MESH)
+    (one,) = of_text(TPU_SCATTER, mesh=MESH)
     assert (one.kind, one.axes, one.bytes) == ("psum_scatter", ("tp",), 4 * 512 * 2 * 3 // 4)
     assert one.op_name == 'jit(f)/einsum(x, y, "b f/tp, f/tp d -> b d/tp")/dot_general'
     assert one.where == "m.py:7"  # the fusion says it; what is inside says nothing
@@ -399,7 +416,7 @@ def test_an_all_reduce_that_is_not_only_sliced_stays_one():
 )
 def test_trips_are_read_off_the_condition(first, limit, step, count):
     text = TPU_LOOP.replace("FIRST", str(first)).replace("LIMIT", str(limit)).replace("STEP", str(step))
-    (one,) = collectives_of_text(text, mesh=MESH)
+    (one,) = of_text(text, mesh=MESH)
     assert (one.count, one.exact) == (count, True)
     assert one.reducer == 'defer(x, "d -> d {R:dp}")/psum'
 
@@ -416,7 +433,7 @@ def test_trips_are_read_off_the_condition(first, limit, step, count):
 def test_a_loop_that_is_not_understood_counts_once_and_says_so(old, new):
     text = TPU_LOOP.replace("FIRST", "0").replace("LIMIT", "6").replace("STEP", "1")
     assert old in text
-    (one,) = collectives_of_text(text.replace(old, new), mesh=MESH)
+    (one,) = of_text(text.replace(old, new), mesh=MESH)
     assert (one.count, one.exact) == (1, False)
 
 
@@ -431,13 +448,7 @@ def test_asynchronous_pairs_and_sends_on_a_gpu():
     ]
 
 
-def test_names_are_unescaped_and_roots_are_known():
-    module = parse_module(TPU_LOOP.replace("FIRST", "0").replace("LIMIT", "6").replace("STEP", "1"))
-    assert module.root("body").opcode == "tuple"
-    assert module.root("condition").opcode == "compare"
-
-
 def test_of_a_ragged_exchange_on_a_gpu_the_rows_are_counted():
     assert seen(GPU_RAGGED) == [("ragged_all_to_all", ("tp",), 64 * 16 * 4 * 3 // 4, 1)]
-    (one,) = collectives_of_text(GPU_RAGGED, mesh=MESH)
+    (one,) = of_text(GPU_RAGGED, mesh=MESH)
     assert one.operands == (("f32", (64, 16)),)

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.walker import equations
+from spmd.checker import line_of
 from spmd.errors import CommunicationError, LayoutError, ReplicationError
 from spmd.modes import MODES
 from spmd.ops import einsum, iota, rearrange, repeat
 from tests import simulator
 from tests.checker.harness import suspicions
+from tests.jaxprs import equations
 from tests.ops.harness import backward_counts, close, communicates, counts, frame, pulled, run, tally
 from tests.sampler import Sampler, share
 
