@@ -217,12 +217,6 @@ def test_a_damaged_step_is_saved_again(saved):
     same(found.state, make(jax.random.key(5)))
 
 
-def test_a_step_without_checksums_was_not_finished(saved, capsys):
-    make = two_steps(saved)
-    (saved.path / "steps" / "2" / "about" / "0.json").unlink()
-    assert saved.restore(make, jax.random.key(0)).step == 1
-
-
 def test_damage_beside_the_arrays_never_changes_the_data(saved, mesh, capsys):
     """Of what we write ourselves: a flipped bit could say that other samples come next."""
     new_data = lambda: batches(np.arange(40), "b/dp", batch=4, seed=3, mesh=mesh)
