@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd import check, explain
 from spmd.comm import all_gather, psum
-from spmd.errors import CommunicationError, LayoutError, MeshError, ModeError, ReplicationError, SizeError
+from spmd.errors import CommunicationError, LayoutError, MeshError, ReplicationError, SizeError
 from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.mesh import make_mesh
@@ -173,11 +173,6 @@ def test_whole_arrays_are_printed_once(mesh, name, capfd):
     assert capfd.readouterr().out == f"sum {X.sum()}\n"
 
 
-def test_error_debug_print_outside_a_kernel():
-    with pytest.raises(ModeError, match=r"spmd\.debug_print"):
-        debug_print("{}", 1)
-
-
 # --- typeof --------------------------------------------------------------------------------------------------
 
 
@@ -277,9 +272,3 @@ def test_per_shard_ends_with_its_block(mesh):
         raise ZeroDivisionError
     with pytest.raises(ReplicationError, match=r"spmd\.per_shard"):
         wrap(mesh, jnp.sort)(-X)
-
-
-@pytest.mark.parametrize("why", ["", " \n", None, 3, jnp.tanh])
-def test_per_shard_without_a_reason(why):
-    with pytest.raises(LayoutError, match="needs the reason why each device may compute with its own shard"):
-        per_shard(why)

@@ -281,23 +281,6 @@ def shape_of(layout: str, sizes: dict[str, int]) -> tuple[int, ...]:
     return tuple(int(np.prod([sizes[n] for n, _ in dim])) for dim in simulator.read(layout).dims)
 
 
-def test_all_modes_agree_on_a_layer_and_its_gradient() -> None:
-    sampler = Sampler(0)
-    x, w = (jnp.asarray(sampler.array(s, whole=False)) for s in ((4, 8, 6), (6, 12)))
-    value = {}
-    for mode in MODES:
-        fn = run(
-            lambda x, w: einsum(x, w, "b/dp s d, d f/tp -> b/dp s f/tp"),
-            MESH,
-            ["b/dp s d", "d f/tp"],
-            "b/dp s f/tp",
-            mode,
-        )
-        value[mode] = pulled(fn, x, w)
-    for mode in ("auto", "reference"):
-        jax.tree.map(lambda a, b: close(a, b, 1e-4), value["explicit"], value[mode])
-
-
 # --- collectives --------------------------------------------------------------------------------------------
 
 

@@ -321,22 +321,11 @@ def test_error_margins_of_whole_arrays(mesh):
     assert "in auto mode a body sees whole arrays, and a whole array has no margins." in text
 
 
-def test_error_outside_a_kernel():
-    with pytest.raises(ModeError, match=r"spmd\.local reads layouts"):
-        local(lambda x: x, "b -> b")(X)
-
-
 # --- opaque --------------------------------------------------------------------------------------------------
 
 
 def host(x):
     return jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-def test_callback(mesh):
-    body = wrap(mesh, host, make=opaque, reference=lambda x: x * 2)
-    for mode in MODES:
-        np.testing.assert_array_equal(getattr(body, mode)(X), X * 2)
 
 
 def test_pallas(mesh):
@@ -379,21 +368,6 @@ def test_pallas_without_opaque(mesh):
     np.testing.assert_array_equal(whole(X), X * 2 + 1)
 
 
-def test_opaque_gradients(mesh):
-    @jax.custom_vjp
-    def call(x, w):
-        return x * w
-
-    call.defvjp(lambda x, w: (x * w, (x, w)), lambda res, g: (g * res[1], (g * res[0]).sum(0, keepdims=True)))
-
-    @kernel("b/dp d/tp, one d/tp -> b/dp d/tp", mesh=mesh)
-    def body(x, w):
-        return opaque(call, "b/dp d/tp, one d/tp -> b/dp d/tp", reference=call)(x, w)
-
-    w = np.asarray(jax.random.normal(jax.random.key(1), (1, 6)))
-    agree(body, X * w, X, w)
-
-
 def test_opaque_types(mesh):
     seen = []
 
@@ -418,14 +392,6 @@ def test_opaque_gradient_of_a_gathered_copy(mesh):
         return x * whole.sum(1, keepdims=True)
 
     agree(body, X * (X**3).sum(1, keepdims=True), X, modes=("explicit", "reference"))
-
-
-def test_opaque_under_vmap(mesh):
-    @kernel("n b/dp -> n b/dp", mesh=mesh)
-    def body(x):
-        return jax.vmap(opaque(lambda v: v * v, "b/dp -> b/dp", reference=lambda v: v * v))(x)
-
-    agree(body, X.T * X.T, X.T)
 
 
 def test_error_opaque_without_reference(mesh):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.errors import LayoutError, MeshError, ModeError, SizeError
+from spmd.errors import LayoutError, MeshError, SizeError
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES, Frame, scope
@@ -181,33 +181,6 @@ def message(mesh, question, kind, mode="explicit"):
     return str(caught.value).strip("\n")
 
 
-def test_error_axis_index_on_whole_arrays(mesh):
-    assert message(mesh, lambda: axis_index("tp"), ModeError, "auto") == (
-        "axis_index('tp')\n"
-        "in auto mode the body sees whole arrays, so it has no index along tp.\n"
-        'advice: iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
-        'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
-        '        else local(fn, "in -> out") around the per-shard code'
-    )
-
-
-def test_error_unknown_axis(mesh):
-    assert message(mesh, lambda: axis_size("dpp"), MeshError) == (
-        "axis_size('dpp')\n"
-        "the mesh has no axis 'dpp'; did you mean 'dp'?\n"
-        "got: mesh dp=2, tp=3"
-    )  # fmt: skip
-
-
-def test_error_unknown_size(mesh):
-    assert message(mesh, lambda: size("c"), SizeError) == (
-        'size("c")\n'
-        "      ^\n"
-        "the size of c is not known.\n"
-        "advice: say it: c=..."
-    )  # fmt: skip
-
-
 def test_error_scattered_blocks(mesh):
     assert message(mesh, lambda: offset("(b/dp s/tp)", s=3), LayoutError) == (
         'offset("(b/dp s/tp)")\n'
@@ -235,12 +208,6 @@ def test_error_scattered_blocks(mesh):
 )
 def test_errors(mesh, question, kind, text):
     assert text in message(mesh, question, kind)
-
-
-@pytest.mark.parametrize("question", [lambda: size("b"), lambda: axis_size("dp"), lambda: axis_index("dp")])
-def test_error_outside_a_kernel(question):
-    with pytest.raises(ModeError, match="runs inside a kernel"):
-        question()
 
 
 def test_reference_frames_need_no_devices():

@@ -11,7 +11,7 @@ from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.ops import argsort, flip, sort
 from tests import simulator
-from tests.ops.harness import backward_counts, close, make_mesh, pulled, run
+from tests.ops.harness import backward_counts, close, make_mesh, mapped_and_scanned, pulled, run
 from tests.sampler import Sampler, first_seed, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
@@ -133,16 +133,12 @@ def test_argsort_and_payloads_under_vmap_scan_and_remat() -> None:
         moved = sort(jnp.sin(row), "[s/tp]", payload=row)[1]
         return moved + argsort(row, "[s/tp]", descending=True).astype(float)
 
-    def body(x):
-        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
-        return jax.vmap(one)(x) + scanned
-
     def whole(row):
         return row[jnp.argsort(jnp.sin(row))] + jnp.argsort(row, descending=True).astype(float)
 
     x = jnp.asarray(Sampler(10).array((3, 80), whole=False))
     by = jnp.asarray(Sampler(11).array((3, 80), whole=False))
-    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    fn = run(mapped_and_scanned(one), MESH, ["t s/tp"], "t s/tp")
     jax.tree.map(close, pulled(fn, x, by=by), pulled(lambda x: 2 * jax.vmap(whole)(x), x, by=by))
 
 
@@ -223,14 +219,10 @@ def test_flip_in_every_mode(layout: str) -> None:
 def test_under_vmap_scan_and_remat() -> None:
     one = lambda row: sort(flip(row, "[s/tp]") * 2, "[s/tp]")
 
-    def body(x):
-        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
-        return jax.vmap(one)(x) + scanned
-
     x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
     plain = lambda x: 2 * jnp.sort(2 * x)
     by = jnp.asarray(Sampler(11).array((3, 8), whole=False))
-    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    fn = run(mapped_and_scanned(one), MESH, ["t s/tp"], "t s/tp")
     jax.tree.map(close, pulled(fn, x, by=by), pulled(plain, x, by=by))
 
 
