@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd import check, explain
 from spmd.comm import all_gather, psum
-from spmd.errors import CommunicationError, LayoutError, MeshError, ReplicationError, SizeError
+from spmd.errors import ReplicationError
 from spmd.kernels import kernel
 from spmd.language import Layout
 from spmd.mesh import make_mesh
@@ -82,26 +82,6 @@ def test_error_annotate_where_it_is_equal(mesh):
     assert "iota" in text
 
 
-def test_error_annotate_against_what_is_known(mesh):
-    assert message(wrap(mesh, lambda x: annotate(x, "b/dp n")), CommunicationError) == (
-        'annotate(x, "b/dp n")\n'
-        "                  ^\n"
-        'the array holds "b/dp d/tp", and is read as "b/dp n".\n'
-        "got:\n"
-        '- "b/dp d/tp": argument x\n'
-        "- mesh dp=2, tp=3\n"
-        'fix: spmd.all_gather(x, "b/dp d/tp -> b/dp d")\n'
-        'advice: before this call; or "b/dp n/tp" in this string'
-    )
-
-
-def test_error_annotate_sizes_and_strings(mesh):
-    sizes = message(wrap(mesh, lambda x: annotate(x[:, :1], "b/dp d/tp")), SizeError)
-    assert "d has two sizes: 3 here (1 on each device), and 6 from x, dimension 1" in sizes
-    assert "has 3 dimensions" in message(wrap(mesh, lambda x: annotate(x, "b/dp d/tp e")), LayoutError)
-    assert "arrays come first" in message(wrap(mesh, lambda x: annotate("b/dp d/tp", x)), LayoutError)
-
-
 # --- assert_equal --------------------------------------------------------------------------------------------
 
 
@@ -130,19 +110,6 @@ def test_assert_equal_is_the_identity(mesh, name):
         np.testing.assert_array_equal(getattr(body, name)(X), X)
     else:  # here it is a lie, and believed: equal values cannot be divided
         assert "tp" in str(suspicions(body, X)[0])
-
-
-def test_error_assert_equal(mesh):
-    assert message(wrap(mesh, lambda x: assert_equal(x, "pt", why="w")), MeshError) == (
-        "assert_equal(x, 'pt')\n"
-        "the mesh has no axis 'pt'; did you mean 'tp'?\n"
-        "got: mesh dp=2, tp=3"
-    )  # fmt: skip
-    assert message(wrap(mesh, lambda x: assert_equal(x, "tp", why=" ")), LayoutError) == (
-        "assert_equal(x, 'tp')\n"
-        "assert_equal needs the reason why the value is equal.\n"
-        'advice: why="..."'
-    )  # fmt: skip
 
 
 # --- debug_print ---------------------------------------------------------------------------------------------

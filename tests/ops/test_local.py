@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd import explain, random
 from spmd.comm import all_gather, psum
-from spmd.errors import CommunicationError, LayoutError, ModeError, ReplicationError
+from spmd.errors import ModeError, ReplicationError
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES
@@ -294,31 +294,9 @@ def test_a_fault_of_the_function_stays_its_own(mesh):
         wrap(mesh, fn).reference(X)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_error_result_of_another_size(mesh, mode):
-    assert "d has two sizes: 3 here (1 on each device), and 6 from x, dimension 1." in message(
-        wrap(mesh, lambda x: x[:, :1]), ValueError, mode
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_error_number_of_results(mesh, mode):
-    text = message(wrap(mesh, lambda x: (x, x)), LayoutError, mode)
-    assert text == (
-        'local(fn, "b/dp d/tp -> b/dp d/tp")\n'
-        "the function returns one array per layout on the right: 1.\n"
-        "got: 2 results"
-    )  # fmt: skip
-
-
 def test_error_result_that_differs(mesh):
     body = kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: x + local(lambda x: 2 * x, "b/dp d/tp -> b/dp _")(x))
     assert "local(" in str(suspicions(body, X)[0])
-
-
-def test_error_margins_of_whole_arrays(mesh):
-    text = message(wrap(mesh, lambda x: x, "b/dp 1+d/tp+1 -> b/dp 1+d/tp+1"), ModeError, "auto")
-    assert "in auto mode a body sees whole arrays, and a whole array has no margins." in text
 
 
 # --- opaque --------------------------------------------------------------------------------------------------
@@ -392,28 +370,6 @@ def test_opaque_gradient_of_a_gathered_copy(mesh):
         return x * whole.sum(1, keepdims=True)
 
     agree(body, X * (X**3).sum(1, keepdims=True), X, modes=("explicit", "reference"))
-
-
-def test_error_opaque_without_reference(mesh):
-    assert message(wrap(mesh, host, make=opaque), ModeError, "reference") == (
-        'opaque(host, "b/dp d/tp -> b/dp d/tp")\n'
-        "reference mode runs on whole arrays, and nobody said what this call computes on them.\n"
-        'advice: opaque(host, "b/dp d/tp -> b/dp d/tp", reference=global_fn), or the kernel\'s explicit mode'
-    )
-
-
-def test_error_opaque_communicates(mesh):
-    total = lambda x: x + lax.psum(x, "tp")
-    assert message(wrap(mesh, jax.jit(total), make=opaque), CommunicationError) == (
-        'opaque(fn, "b/dp d/tp -> b/dp d/tp")\n'
-        "opaque code communicates with nobody, and this names tp.\n"
-        "advice: spmd.local, which tells the modes what its collectives do"
-    )
-
-
-def test_error_opaque_closure(mesh):
-    body = kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: opaque(lambda y: y + x, "b/dp d/tp -> b/dp d/tp")(x))
-    assert "the function closes over a value that varies along dp, tp." in message(body, CommunicationError)
 
 
 def test_error_opaque_result_that_differs(mesh):

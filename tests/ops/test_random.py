@@ -344,15 +344,6 @@ def test_error_the_older_threefry():
         )
 
 
-def test_error_a_key_that_differs():
-    def body(key):
-        return random.normal(jax.random.fold_in(key, jax.lax.axis_index("dp")), "b/dp", b=4)
-
-    text = message(body, ReplicationError)
-    assert text.startswith('random.normal(key, "b/dp")\nthe key must be the same on every device: it varies along dp,')
-    assert "got:\n- key: uint32[2]{V:dp}\n- mesh dp=2\nadvice: pass one key" in text
-
-
 # --- meta ---------------------------------------------------------------------------------------------------
 
 
