@@ -5,12 +5,12 @@ import os
 import platform
 import zlib
 from collections.abc import Callable, Iterator
+from importlib import metadata
 
 import jax
 import pytest
 
 import spmd
-from spmd.__main__ import main
 
 # Before any backend is used, hence at import. Not through XLA_FLAGS, which would depend on import order.
 jax.config.update("jax_platforms", "cpu")
@@ -131,12 +131,18 @@ def devices() -> list[jax.Device]:
     return found
 
 
+def main(words: list[str]) -> int:
+    """The command `spmd`, in this process."""
+    [command] = metadata.entry_points(group="console_scripts", name="spmd")
+    return command.load()(words)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs the command line: its status, what it printed, what it complained of."""
 
     def run(*words: str) -> tuple[int, str, str]:
-        status = main(words)
+        status = main([*words])
         out = capsys.readouterr()
         return status, out.out, out.err
 

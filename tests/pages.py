@@ -26,14 +26,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
-
-from spmd._text import wrapped
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 84  # of code and output; what is wider does not fit beside the menu
@@ -202,8 +201,21 @@ def as_shown(path: str, printed: str, width: int = WIDTH) -> str:
 
 
 def _folded(line: str, width: int) -> list[str]:
+    """The line in pieces. A string is broken between its layouts, if that takes no more pieces."""
     indent = " " * (len(line) - len(line.lstrip()))
-    return wrapped(line.lstrip(), width, indent, f"{indent}  ")
+    pieces = lambda text: textwrap.wrap(
+        text.lstrip(" "),
+        max(width, len(indent) + 10),
+        initial_indent=indent,
+        subsequent_indent=f"{indent}  ",
+        break_on_hyphens=False,
+    )
+    if len(line) <= width:
+        return [line.rstrip()]
+    tied = re.sub('"[^"]*"', lambda string: re.sub("(?<=[^,]) (?!->)", "\u00a0", string[0]), line)
+    whole, words = pieces(tied), pieces(line)
+    fits = max(map(len, tied.lstrip().split(" "))) <= width - len(indent) - 2 and len(whole) <= len(words)
+    return [piece.replace("\u00a0", " ") for piece in (whole if fits else words)]
 
 
 def show_source(path: str, page: str) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import spmd
-from spmd.__main__ import main
+from tests.conftest import main
 from tests.pages import WIDTH, blocks, width_of
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -1,8 +1,10 @@
 """What the environment says of a process, for each launcher and scheduler."""
 
+import json
+
 import pytest
 
-from spmd._processes.environment import Task, forgotten, tasks
+from spmd._processes.environment import REMADE, Task, agreed, forgotten, tasks
 from spmd.errors import MeshError
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "8"}
@@ -58,3 +60,39 @@ def test_a_program_that_did_not_join_is_one_of_several(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(MeshError, match="two sources disagree"):
         forgotten()
+
+
+# -------------------- which source counts
+
+LAUNCHER = Task("python -m spmd launch", 1, 2, "h:1")
+SCHEDULER = Task("SLURM (SLURM_PROCID, SLURM_STEP_NUM_TASKS)", 1, 2, detected=True)
+
+
+def test_the_arguments_come_first_then_the_launcher():
+    given = Task("the arguments", 1, 2, "a:2")
+    assert agreed(None, []) is None and agreed(Task("the arguments", 0, 1, None), [SCHEDULER]) is None  # alone
+    assert agreed(given, [LAUNCHER, SCHEDULER]) is given
+    assert agreed(None, [LAUNCHER, SCHEDULER]) is LAUNCHER
+    assert (
+        agreed(None, [LAUNCHER, SCHEDULER._replace(rank=0, count=1)]) is LAUNCHER
+    )  # one task starts several processes
+    assert agreed(None, [SCHEDULER._replace(count=None), LAUNCHER]) == SCHEDULER._replace(count=None)
+
+
+@pytest.mark.parametrize("other", [{"rank": 0}, {"count": 4}, {"rank": 0, "count": None}])
+def test_sources_that_disagree_are_both_named(other):
+    other = SCHEDULER._replace(**other)
+    with pytest.raises(MeshError) as caught:
+        agreed(None, [LAUNCHER, other])
+    assert "python -m spmd launch: rank 1 of 2" in str(caught.value)
+    assert f"{other.source}: rank {other.rank}" in str(caught.value)
+
+
+def test_after_a_remake_the_new_number_counts_and_not_the_first_one(monkeypatch):
+    told = json.dumps({"rank": 1, "count": 2, "coordinator": "a:1", "turn": 1})
+    first = {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+    new = Task("cluster.remake", 1, 2, "a:1")
+    assert tasks({**first, REMADE: told}) == [new]
+    assert [one.rank for one in tasks({**first, REMADE: json.dumps({"turn": 1})})] == [3, 3]
+    monkeypatch.setenv(REMADE, told)
+    assert agreed(Task("the arguments", 3, 4, "b:2"), [new]) == new

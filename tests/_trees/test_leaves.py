@@ -7,7 +7,6 @@ import pytest
 
 import spmd
 from spmd import parallel
-from spmd._trees.leaves import held_dtype
 
 ARRAYS = {
     "strings": np.array(["a", "b"]),
@@ -148,10 +147,3 @@ def test_integers_that_become_floats_or_stay_outside_may_be_large() -> None:
     assert spmd.shard(tree, "b/dp", mesh=mesh)["step"] == 2**40
     found = spmd.kernel(in_layouts=({"x": "b/dp"},), out_layouts="b/dp", mesh=mesh)(lambda t: t["x"] * float(t["step"]))
     assert found(tree).tolist() == [2.0**40] * 2
-
-
-def test_the_dtype_that_jax_holds():
-    import jax
-
-    assert held_dtype(np.arange(2)) == np.int32 and held_dtype(np.zeros(2)) == np.float32
-    assert held_dtype(jax.random.key(0)) == jax.random.key(0).dtype

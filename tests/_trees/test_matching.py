@@ -33,6 +33,9 @@ class Model:
     blocks: list[Block]
     last: Block | None
     table: dict[str, "d"]  # noqa: F821
+    pair: tuple["d", "d f"]  # noqa: F722, F821
+    out: Layout("v d/dp")
+    count: typing.ClassVar[int] = 0
 
 
 class Plain:
@@ -49,7 +52,7 @@ class Module(eqx.Module):
 
 def model():
     block = Block(W, V)
-    return Model(W, [block, block], None, {"a": V})
+    return Model(W, [block, block], None, {"a": V}, (V, W), W)
 
 
 def said(layouts_tree, tree, what="params"):
@@ -87,7 +90,18 @@ def test_rules():
 
 
 def test_rules_on_classes():
-    found = match_layouts(model(), {"embed": "v d", "blocks/*/w": "d f", "**/scale": "d", "table/?": "d"})
+    found = match_layouts(
+        model(),
+        {
+            "embed": "v d",
+            "blocks/*/w": "d f",
+            "**/scale": "d",
+            "table/?": "d",
+            "pair/0": "d",
+            "*/1": "d f",
+            "out": "v d",
+        },
+    )
     assert found.blocks[1].w == Layout("d f")
     assert found.blocks[1].rate == 0.1
     module = Module(jnp.ones((2, 3)), jnp.tanh, "m")
@@ -180,10 +194,13 @@ def test_a_class_with_annotations():
         ("params.blocks[1].w", "d f/tp"),
         ("params.blocks[1].scale", "d"),
         ("params.table['a']", "d"),
+        ("params.pair[0]", "d"),
+        ("params.pair[1]", "d f"),
+        ("params.out", "v d/dp"),
     ]
     assert said(Model, model()) == expected
     assert said(Plain, {"w": W, "v": V}) == [("params['v']", "f"), ("params['w']", "d f")]
-    assert said(Model, dataclasses.replace(model(), last=Block(W, V)))[-3:-1] == [
+    assert said(Model, dataclasses.replace(model(), last=Block(W, V)))[5:7] == [
         ("params.last.w", "d f/tp"),
         ("params.last.scale", "d"),
     ]

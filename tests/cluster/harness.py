@@ -4,6 +4,7 @@ import atexit
 import functools
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -14,12 +15,21 @@ from pathlib import Path
 
 import pytest
 
-from spmd.cluster._launch import free_port
 from tests.conftest import FULL_CASES, case_count
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 150  # seconds after which a test gives up
 exhaustive = pytest.mark.skipif(case_count() <= FULL_CASES, reason="one of the exhaustive tests")
+
+
+HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
+
+
+def free_port() -> int:
+    """A port on this host that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        return int(found.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 import spmd
-from spmd import _compat
 
 NEWEST = "15"
 
@@ -81,7 +81,7 @@ def main(folder: Path, how: str) -> None:
         saved.save(20, state)
         saved.close()
         print("done", flush=True)
-    _compat.coordination().wait_at_barrier("the end", 60_000)  # the other one may still read what this one sends
+    multihost_utils.sync_global_devices("the end")  # the other one may still read what this one sends
     if jax.process_index() == 0:
         time.sleep(2)  # the others end with an error where the process that they found each other by is gone
     os._exit(0)

@@ -217,12 +217,6 @@ def test_a_damaged_step_is_saved_again(saved):
     same(found.state, make(jax.random.key(5)))
 
 
-def test_a_step_without_checksums_was_not_finished(saved, capsys):
-    make = two_steps(saved)
-    (saved.path / "steps" / "2" / "about" / "0.json").unlink()
-    assert saved.restore(make, jax.random.key(0)).step == 1
-
-
 def says_the_same(damaged, content):
     """Return whether both are the same JSON. The last digit of a time can be one that float64 does not hold."""
     try:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd.cluster import batches, my_rows
-from spmd.cluster._data import Order
+from spmd.cluster import Batches, batches, my_rows
 from spmd.errors import PlacementError, SizeError, SpmdError
 from tests.cluster.computing import sample
 from tests.sampler import dice, seeds
@@ -38,22 +37,48 @@ class Counted:
 # --- the order -------------------------------------------------------------------------------------------------------
 
 
+class Numbers:
+    """A source of any length, whose samples are their numbers."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        high, low = divmod(index, 10**6)  # JAX's integers are of 32 bits
+        return np.array([*divmod(high, 10**6), low], np.int32)
+
+
+def order(length: int, seed: int, batch: int) -> Batches:
+    """The batches that tell the order."""
+    return batches(Numbers(length), "b n", batch=batch, seed=seed, mesh=spmd.make_mesh(a=1), prefetch=0)
+
+
+def samples(length: int, seed: int, first: int, count: int) -> np.ndarray:
+    """The numbers of some samples."""
+    assert first % count == 0
+    found = np.asarray(order(length, seed, count)[first // count]).astype(np.int64)
+    return found @ np.array([10**12, 10**6, 1])
+
+
 @pytest.mark.parametrize("seed", seeds())
 def test_every_sample_comes_once_in_an_epoch(seed):
     rng = dice(seed)
     length, size = rng.randint(1, 300), rng.randint(1, 40)
-    order = Order(length, rng.randint(0, 2**40))
-    count = 3 * length // size + 1
-    found = np.concatenate([order.samples(i * size, size) for i in range(count)])
+    key, count = rng.randint(0, 2**40), 3 * length // size + 1
+    data = order(length, key, size)
+    found = np.concatenate([np.asarray(data[i])[:, 2] for i in range(count)])
     for epoch in range(3):
         here = found[epoch * length : (epoch + 1) * length]
         np.testing.assert_array_equal(np.sort(here), np.arange(length))
-    np.testing.assert_array_equal(found[: count * size], order.samples(0, count * size))
+    np.testing.assert_array_equal(found[: count * size], samples(length, key, 0, count * size))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
     n = 1000
-    orders = [Order(n, seed).samples(epoch * n, n) for seed in range(3) for epoch in range(3)]
+    orders = [samples(n, seed, epoch * n, n) for seed in range(3) for epoch in range(3)]
     orders.append(np.arange(n))
     for i, one in enumerate(orders):
         for other in orders[:i]:
@@ -61,11 +86,11 @@ def test_epochs_and_seeds_have_orders_of_their_own():
 
 
 def test_the_order_is_random(cases):
-    """Where each sample stands, over many seeds, is uniform: a chi-square of 23 x 23 cells."""
+    """Where each sample stands, over many epochs, is uniform: a chi-square of 23 x 23 cells."""
     n, trials = 23, 500 * cases
     counts = np.zeros((n, n))
-    for seed in range(trials):
-        counts[np.arange(n), Order(n, seed).samples(0, n)] += 1
+    for epoch in samples(n, 0, 0, trials * n).reshape(trials, n):
+        counts[np.arange(n), epoch] += 1
     expected = trials / n
     chi = ((counts - expected) ** 2 / expected).sum()
     freedom = (n - 1) ** 2
@@ -73,7 +98,7 @@ def test_the_order_is_random(cases):
 
 
 def test_a_source_of_any_length_needs_no_permutation_in_memory():
-    found = Order(10**15 + 37, 3).samples(5 * 10**15, 1000)
+    found = samples(10**15 + 37, 3, 5 * 10**15, 1000)
     assert len(np.unique(found)) == 1000 and found.min() >= 0 and found.max() < 10**15 + 37
 
 
@@ -86,11 +111,10 @@ def test_a_source_of_any_length_needs_no_permutation_in_memory():
 def test_batches_are_the_same_on_every_mesh(shape, layout):
     mesh = spmd.make_mesh(**dict(zip("ab", shape, strict=True)))
     data = batches(SOURCE, layout, batch=16, seed=5, mesh=mesh)
-    order = Order(23, 5)
     for i in range(4):
         found = next(data)
         assert found.sharding.spec == spmd.Layout(layout).spec
-        np.testing.assert_array_equal(found, SOURCE[order.samples(16 * i, 16)])
+        np.testing.assert_array_equal(found, SOURCE[samples(23, 5, 16 * i, 16)])
 
 
 def test_trees_of_samples_and_numbers(mesh):
@@ -105,7 +129,7 @@ def test_a_memory_map_is_a_source(mesh, tmp_path):
     stored = np.lib.format.open_memmap(tmp_path / "rows.npy", mode="w+", dtype=np.int32, shape=SOURCE.shape)
     stored[:] = SOURCE
     data = batches(np.load(tmp_path / "rows.npy", mmap_mode="r"), "b/dp s", batch=8, mesh=mesh)
-    np.testing.assert_array_equal(next(data), SOURCE[Order(23, 0).samples(0, 8)])
+    np.testing.assert_array_equal(next(data), SOURCE[samples(23, 0, 0, 8)])
 
 
 def test_each_row_is_read_once(mesh):
@@ -113,14 +137,14 @@ def test_each_row_is_read_once(mesh):
     data = batches(source, "b/dp s", batch=16, mesh=mesh, prefetch=0)
     source.read.clear()
     next(data)
-    assert sorted(source.read) == sorted(Order(23, 0).samples(0, 16))
+    assert sorted(source.read) == sorted(samples(23, 0, 0, 16))
 
 
 @pytest.mark.parametrize("kind", spmd.modes.MODES)
 def test_every_mode_has_the_same_batches(mesh, kind):
     with spmd.mode(kind):
         found = next(batches(SOURCE, "b/dp s", batch=8, mesh=mesh))
-    np.testing.assert_array_equal(found, SOURCE[Order(23, 0).samples(0, 8)])
+    np.testing.assert_array_equal(found, SOURCE[samples(23, 0, 0, 8)])
     assert len(found.sharding.device_set) == (1 if kind == "reference" else 8)
 
 
@@ -293,7 +317,7 @@ def test_processes_read_and_the_place_is_exact():
         again.state = {**data.state, "next": 1}
         rest = [np.asarray(next(again)) for _ in range(2)]
     for i, found in enumerate(first):
-        np.testing.assert_array_equal(found[:, 0], Order(23, 0).samples(8 * i, 8))
+        np.testing.assert_array_equal(found[:, 0], samples(23, 0, 8 * i, 8))
     np.testing.assert_array_equal([one[:, 0] for one in first[1:]], [one[:, 0] for one in rest])
     processes = {int(one) for found in first for one in found[:, 1]}
     assert len(processes) == 2 and os.getpid() not in processes

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spmd.cluster._launch import GRACE, Launch, checked_command, free_port, launch, per_host
-from spmd.errors import MeshError
-from tests.cluster.harness import end, exhaustive, start
+from tests.cluster.harness import end, exhaustive, free_port, start
+from tests.conftest import main
 from tests.sampler import share
 
 
@@ -20,8 +19,13 @@ def program(folder: Path, text: str) -> str:
     return str(path)
 
 
-def run(path: str, *more: str, count: int = 2, devices: int = 0) -> int:
-    return launch(Launch([path, *more], count, devices, 0, count, "localhost:1"))
+GRACE = 2.0  # seconds between SIGTERM and SIGKILL for the others, when one has failed
+
+
+def run(path: str, *more: str, count: int = 2, devices: int = 0, restarts: int = 0) -> int:
+    told = ["--devices", str(devices)] if devices else []
+    told += ["--max-restarts", str(restarts)] if restarts else []
+    return main(["launch", "-n", str(count), *told, path, *more])
 
 
 def test_each_line_has_its_rank(tmp_path, capfd):
@@ -142,13 +146,16 @@ def _gone(pid: int, seconds: float = 5) -> bool:
 def test_a_module_is_run_with_m(tmp_path, capfd, monkeypatch):
     (tmp_path / "task.py").write_text("import sys; print(__name__, sys.argv[1:])")
     monkeypatch.chdir(tmp_path)
-    assert launch(Launch(["-m", "task", "x"], 1, 0, 0, 1, "localhost:1")) == 0
+    assert main(["launch", "-n", "1", "-m", "task", "x"]) == 0
     assert capfd.readouterr().out == "[0] __main__ ['x']\n"
 
 
-def test_one_command_for_each_host():
-    plan = Launch(["train.py", "--name", "a b"], 4, 0, 0, 8, "one:8476")
-    assert per_host(plan, ["one", "two"]) == [
+def test_one_command_for_each_host(tmp_path, capfd, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    told = ["--coordinator", "one:8476", "--hosts", "one,two"]
+    assert main(["launch", "-n", "4", *told, "train.py", "--name", "a b"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
         f"{host}: python -m spmd launch -n 4 --coordinator one:8476 --hosts one,two --host {i} train.py --name 'a b'"
         for i, host in enumerate(["one", "two"])
     ]
@@ -166,14 +173,6 @@ def test_the_commands_for_two_hosts_start_one_program():
     assert [one.code for one in ended] == [0, 0], ended
     results = [one.out.splitlines()[-1].partition("] done ") for one in ended]
     assert [rank for rank, _, _ in results] == ["[0", "[1"] and all(float(value) for _, _, value in results)
-
-
-def test_commands_that_cannot_be_run():
-    with pytest.raises(MeshError, match="needs the program"):
-        checked_command([])
-    with pytest.raises(MeshError, match=r"there is no file 'nowhere\.py'"):
-        checked_command(["nowhere.py"])
-    assert checked_command(["--", "-m", "task"]) == ["-m", "task"]
 
 
 def test_what_gloo_says_of_its_connections_is_left_out(tmp_path, capfd):
@@ -212,11 +211,10 @@ def test_all_are_started_again_as_often_as_one_may_fail(tmp_path, capfd):
         "mine.write('turn '); mine.close(); print(os.environ['JAX_COMPILATION_CACHE_DIR']); "
         f"sys.exit(7 if rank == 1 and open({str(tmp_path / 'turns')!r}).read().count('turn') < 3 else 0)"
     )
-    command = [program(tmp_path, lines)]
+    path = program(tmp_path, lines)
     for restarts, code in ((1, 7), (2, 0)):
         (tmp_path / "turns").unlink(missing_ok=True)
-        plan = Launch(command, 2, 0, 0, 2, f"localhost:{free_port()}")
-        assert launch(plan, restarts) == code
+        assert run(path, restarts=restarts) == code
         assert (tmp_path / "turns").read_text() == "turn " * (restarts + 1)
     said = capfd.readouterr()
     assert "all are started again; 0 restarts are left" in said.err

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from spmd.cluster._data import Order
+import spmd
 from tests.cluster.harness import Ended, alone, end, exhaustive, launched, start
 from tests.cluster.main_job import BATCH, text
 from tests.conftest import FULL_CASES, case_count
@@ -127,9 +127,9 @@ def uninterrupted(count: int = 1) -> Part:
     assert found.steps == list(range(STEPS)) and found.losses[-1] < found.losses[0]
     if count > 1:
         return found
-    order = Order(EPOCH * BATCH, seed=0)
+    order = spmd.cluster.batches(np.arange(EPOCH * BATCH), "b", batch=BATCH, seed=0, mesh=spmd.make_mesh(a=1))
     for step in found.steps:
-        assert found.read(step) == sorted(order.samples(step * BATCH, BATCH))
+        assert found.read(step) == sorted(order[step].tolist())
     for epoch in range(2):
         windows = itertools.chain(*(found.read(step) for step in range(epoch * EPOCH, (epoch + 1) * EPOCH)))
         assert sorted(windows) == list(range(EPOCH * BATCH))  # each once

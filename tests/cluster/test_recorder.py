@@ -1,5 +1,6 @@
 """A run that stands still ends within its patience, and says which process stopped it, and where."""
 
+import json
 import re
 import statistics
 import time
@@ -7,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from spmd.cluster._recorder import HUNG, _Recorder, judge
+import spmd
+from spmd.cluster._recorder import HUNG, _Recorder, judge, recorder
 from tests.cluster.harness import end, join, joined
 from tests.sampler import rare, share
 
@@ -160,3 +162,19 @@ def test_a_function_decides_what_becomes_of_a_hang() -> None:
         found = joined([[DISTURBED, "nap", "1"]] * 2, [{"PATIENCE": "1", "ON_HANG": code}] * 2, timeout=40)
         assert [one.code for one in found] == [ends, ends], found
         assert "asked: the run stands still at step 4: rank 1 did not reach" in found[0].out
+
+
+# -------------------- when what is left of a run goes on: test_remake.py
+
+
+@pytest.mark.parametrize("left", [[], [1, 2]])
+def test_nobody_goes_on_where_it_is_not_known_with_whom(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "left", left)
+    assert spmd.cluster.remake("it stands still") == HUNG
+
+
+def test_it_ends_after_some_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    remade = "SPMD_REMADE"
+    monkeypatch.setattr(recorder, "left", [0])
+    monkeypatch.setenv(remade, json.dumps({"turn": 3}))
+    assert spmd.cluster.remake("it stands still", times=3) == HUNG

@@ -1,19 +1,13 @@
 """What is left of a run goes on by itself, and its numbers are those of a run that nothing disturbed."""
 
-import json
 import re
 import time
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-import spmd
-from spmd._processes.environment import REMADE, Task, agreed, tasks
-from spmd.cluster._launch import free_port
-from spmd.cluster._recorder import HUNG, recorder
 from tests.cluster.faults import PROGRAM, steps_of
-from tests.cluster.harness import Ended, end, exhaustive, joined, start
+from tests.cluster.harness import Ended, end, exhaustive, free_port, joined, start
 from tests.sampler import rare
 
 
@@ -56,26 +50,3 @@ def test_a_process_that_somebody_starts_again_joins_the_others(tmp_path: Path) -
     ended = [end(one, since) for one in (first, second)]
     assert [one.code for one in ended] == [0, 0], ended
     assert steps_of(ended[0].out) == steps_of(joined([[PROGRAM, "none", "0", "0", "12"]] * 2)[0].out)
-
-
-@pytest.mark.parametrize("left", [[], [1, 2]])
-def test_nobody_goes_on_where_it_is_not_known_with_whom(left: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "left", left)
-    assert spmd.cluster.remake("it stands still") == HUNG
-
-
-def test_it_ends_after_some_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "left", [0])
-    monkeypatch.setenv(REMADE, json.dumps({"turn": 3}))
-    assert spmd.cluster.remake("it stands still", times=3) == HUNG
-
-
-def test_the_new_number_counts_and_not_the_first_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"rank": 1, "count": 2, "coordinator": "a:1", "turn": 1}
-    first = {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
-    environment = {**first, REMADE: json.dumps(told)}
-    new = Task("cluster.remake", 1, 2, "a:1")
-    assert tasks(environment) == [new]
-    assert [one.rank for one in tasks({**first, REMADE: json.dumps({"turn": 1})})] == [3, 3]
-    monkeypatch.setenv(REMADE, environment[REMADE])
-    assert agreed(Task("the arguments", 3, 4, "b:2"), [new]) == new

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd._processes.environment import Task, agreed, tasks
-from spmd.cluster._start import _given, compared
+import spmd
 from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched
 from tests.sampler import rare, share
@@ -18,44 +17,10 @@ from tests.sampler import rare, share
 FAULTY = "tests/cluster/faulty.py"
 
 
-# --- who is who ----------------------------------------------------------------------------------------------------
-
-LAUNCHED = Task("python -m spmd launch", 1, 2, "h:1")
-SLURM = Task("SLURM (SLURM_PROCID, SLURM_STEP_NUM_TASKS)", 1, 2, detected=True)
-
-
-def test_alone_is_alone():
-    assert agreed(None, []) is None
-    assert agreed(_given(None, 1, 0), [SLURM]) is None
-    assert agreed(None, tasks({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"})) is None  # a shell inside an allocation
-
-
-def test_the_arguments_come_first_then_the_launcher():
-    given = _given("a:2", 2, 1)
-    assert agreed(given, [LAUNCHED, SLURM]) is given
-    assert agreed(None, [LAUNCHED, SLURM]) is LAUNCHED
-    assert agreed(None, [LAUNCHED, SLURM._replace(rank=0, count=1)]) is LAUNCHED  # one task starts several processes
-    assert agreed(None, [SLURM._replace(count=None), LAUNCHED]) == SLURM._replace(count=None)
-
-
-@pytest.mark.parametrize("other", [SLURM._replace(rank=0), SLURM._replace(count=4), SLURM._replace(rank=0, count=None)])
-def test_sources_that_disagree_are_both_named(other):
-    with pytest.raises(MeshError) as caught:
-        agreed(None, [LAUNCHED, other])
-    assert "python -m spmd launch: rank 1 of 2" in str(caught.value)
-    assert f"{other.source}: rank {other.rank}" in str(caught.value)
-
-
 @pytest.mark.parametrize(("count", "rank"), [(2, None), (None, 0), (2, 2), (0, 0), (2, -1), (2, "0")])
 def test_arguments_that_cannot_be(count, rank):
     with pytest.raises(MeshError):
-        _given("h:1", count, rank)
-
-
-def test_flags_that_name_a_place_are_not_compared():
-    words = ["--lr", "0.1", "--rank", "3", "--node_rank=3", "--master-port", "80", "-v", "data", "--ranking", "5"]
-    assert compared(words) == ["--lr", "0.1", "-v", "data", "--ranking", "5"]
-    assert compared(words, ["--lr", words.index("data") + 1]) == ["-v", "--ranking", "5"]
+        spmd.cluster.initialize("h:1", num_processes=count, process_id=rank)
 
 
 # --- what ends a program ---------------------------------------------------------------------------------------------
@@ -78,28 +43,6 @@ def check_launched(kind: str, code: int, said: str, seconds: float = 5) -> None:
 @rare  # without JAX: test_launch.py; without a launcher: test_faults.py
 def test_an_exception_in_a_process_ends_all():
     check_launched("raise", 1, "rank 1 of 2 ends: ValueError: bad data")
-
-
-@exhaustive
-@pytest.mark.parametrize(
-    ("kind", "code", "said"),
-    [
-        ("raise-of-0", 1, "rank 0 of 2 ends: ValueError: bad data"),
-        ("exit", 3, "with exit code 3"),
-        ("exit-of-0", 3, "with exit code 3"),
-        ("kill", 137, "ended by SIGKILL"),
-        ("kill-of-0", 137, "ended by SIGKILL"),
-    ],
-)
-def test_other_ends_under_the_launcher(kind, code, said):
-    check_launched(kind, code, said)
-
-
-@exhaustive
-def test_a_stopped_process_ends_under_the_launcher():
-    found = launched(2, FAULTY, "stop", more={"HEARTBEAT": "5"})
-    assert found.code not in (0, None)
-    assert after_the_fault(found, time.time()) < 60
 
 
 @exhaustive
@@ -203,7 +146,8 @@ def programs(folder: Path) -> list[str]:
 @rare  # what is compared: above, and how: test_agreement.py
 def test_another_argument_file_or_version_in_one_process_is_found_before_the_first_step(tmp_path):
     same, other = programs(tmp_path)
-    found = joined([[path, "none", "--lr", lr, "--rank", lr] for path, lr in ((same, "1"), (other, "2"), (same, "1"))])
+    place = lambda rank: ["--rank", rank, f"--node_rank={rank}", "--master-port", rank]  # are not compared
+    found = joined([[path, "none", "--lr", lr, *place(lr)] for path, lr in ((same, "1"), (other, "2"), (same, "1"))])
     for one in found:
         assert one.code == 1
         assert 'arguments: rank 1: "none --lr 2"; ranks 0, 2: "none --lr 1"' in one.err

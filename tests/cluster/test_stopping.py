@@ -1,11 +1,10 @@
 """A signal asks a program to stop. That several processes stop at the same step is in `test_main_job.py`."""
 
-import os
 import signal
 
 import pytest
 
-from spmd.cluster import _start, stopping
+from spmd.cluster import stopping
 from spmd.errors import SpmdError
 from tests.cluster.harness import alone, joined
 from tests.sampler import rare, share
@@ -13,27 +12,24 @@ from tests.sampler import rare, share
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-@pytest.fixture(autouse=True)
-def _as_at_the_start(monkeypatch):
-    before = [signal.getsignal(number) for number in SIGNALS]
-    monkeypatch.setattr(_start, "asked", _start._Asked())
-    yield
-    for number, handler in zip(SIGNALS, before, strict=True):
-        signal.signal(number, handler)
+ASKED = """
+import os, signal, sys
+from spmd.cluster import stopping
+print(stopping(0), stopping(1))
+os.kill(os.getpid(), int(sys.argv[1]))
+print(stopping(2), stopping(3))
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+except KeyboardInterrupt:
+    print("at once")
+"""
 
 
 @pytest.mark.parametrize("number", SIGNALS)
-def test_a_signal_asks_to_stop_from_then_on(number):
-    assert not stopping(0) and not stopping(1)
-    os.kill(os.getpid(), number)
-    assert stopping(2) and stopping(3)
-
-
-def test_a_second_interrupt_does_not_wait():
-    assert not stopping(0)
-    os.kill(os.getpid(), signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        os.kill(os.getpid(), signal.SIGINT)
+def test_a_signal_asks_to_stop_from_then_on_and_a_second_interrupt_does_not_wait(number):
+    found = alone("-c", ASKED, str(int(number)))
+    assert found.out.splitlines()[:2] == ["False False", "True True"], found
+    assert number != signal.SIGINT or found.out.splitlines()[2:] == ["at once"]
 
 
 def test_steps_that_cannot_be():

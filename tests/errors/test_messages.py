@@ -17,7 +17,7 @@ import pytest
 import spmd
 from spmd.inspect import collectives
 from spmd.kernels import Kernel
-from spmd.kernels._kernel import outermost
+from spmd.modes import outermost
 from tests.errors.registry import BAD, FIXED, Pasted, X, facts_of, fixes_of, read
 from tests.goldens import Golden, written_anew
 from tests.pages import COUNTS

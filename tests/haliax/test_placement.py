@@ -187,13 +187,6 @@ def test_mappings_nest_and_merge():
         hax.physical_axis_name("embed")
 
 
-def test_a_mapping_ends_with_an_error():
-    with pytest.raises(KeyError), hax.axis_mapping(RULES):
-        raise KeyError
-    with pytest.raises(spmd.errors.LayoutError, match="no mapping"):
-        hax.physical_axis_name("embed")
-
-
 def test_a_mapping_stays_in_its_thread():
     found: dict[str, Any] = {}
     entered, asked = threading.Event(), threading.Event()

@@ -1,6 +1,7 @@
 """What the tests of `explain` share."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +9,7 @@ from jax.sharding import NamedSharding
 
 import spmd
 from spmd import explain
-from spmd.inspect import Explanation, collectives
+from spmd.inspect import CollectiveReport, Explanation, collectives
 from tests.inspect.programs import arguments, make_loss
 
 DEVICES = spmd.make_mesh(dp=2, tp=4)
@@ -44,3 +45,14 @@ def agree(fn, *args, mesh) -> None:
     view = written(fn, args, {}, mesh)
     assert view.exact
     assert tally(view.collectives) == tally(collectives(fn, *args, mesh=mesh))
+
+
+def of_text(text: str, mesh=None) -> CollectiveReport:
+    """The collectives of a compiled program of which only the text is known, as of another compiler."""
+    return collectives(types.SimpleNamespace(as_text=lambda: text), mesh=mesh)
+
+
+def sent_bytes(kind: str, operand: int, devices: int) -> int:
+    """What each device sends of an operand of so many bytes, by the books: a ring, or to each directly."""
+    share = {"all_gather": devices - 1, "psum": 2 * (devices - 1) / devices, "ppermute": 1}
+    return round(operand * share.get(kind, (devices - 1) / devices))

@@ -18,8 +18,8 @@ import pytest
 import spmd
 from spmd import explain
 from spmd.inspect import Explanation
-from spmd.inspect._collectives import collectives_of_text
-from tests.inspect.harness import compiled_gradient, f32
+from tests.goldens import Golden
+from tests.inspect.harness import compiled_gradient, f32, of_text
 from tests.inspect.programs import MESH, arguments, make_loss, make_mlp
 
 GOLDEN = Path(__file__).with_name("explanations.txt")
@@ -55,18 +55,7 @@ def test_a_faster_link_shortens_its_axis_alone():
 # -------------------- what it prints
 
 
-HLO = r"""HloModule jit_mlp, is_scheduled=true, num_partitions=8
-
-ENTRY %main (x: bf16[8,256,512], w: bf16[256,768]) -> bf16[8,1024,512] {
-  %x = bf16[8,256,512]{2,1,0} parameter(0)
-  %w = bf16[256,768]{1,0} parameter(1)
-  %all-gather.1 = bf16[8,1024,512]{2,1,0} all-gather(%x), channel_id=1, replica_groups=[2,4]<=[8], dimensions={1}, metadata={op_name="jit(mlp)/shard_map/all_gather(x, \"b/dp s/tp d -> b/dp s d\")/all_gather"}
-  %all-gather.2 = bf16[512,768]{1,0} all-gather(%w), channel_id=2, replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}, metadata={op_name="jit(mlp)/shard_map/all_gather(x, \"d/dp f/tp -> d f/tp\")/all_gather"}
-  %all-reduce.3 = bf16[8,1024,512]{2,1,0} all-reduce(%all-gather.1), channel_id=3, replica_groups=[2,4]<=[8], to_apply=%add, metadata={op_name="jit(mlp)/shard_map/einsum(x, y, \"b/dp s f/tp, f/tp d -> b/dp s/tp d\")/reduce_scatter"}
-  %all-to-all.4 = bf16[8,256,512]{2,1,0} all-to-all(%x), channel_id=4, replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="jit(mlp)/transpose" source_file="train.py" source_line=41}
-  ROOT %all-gather.5 = bf16[8,1024,512]{2,1,0} all-gather(%all-to-all.4), channel_id=5, replica_groups=[2,4]<=[8], dimensions={1}, metadata={op_name=""}
-}
-"""
+HLO = Golden(GOLDEN.with_name("hlo.txt")).read()["another program than what was written"]
 
 
 @functools.cache
@@ -78,7 +67,7 @@ def printed(name: str) -> Explanation:
     if name == "nothing":
         return explain(jax.jit(lambda x: x + 1), f32(4), compiled=False)
     program = explain(make_mlp(), *arguments(MESH))
-    report = collectives_of_text(HLO, mesh=program.mesh)
+    report = of_text(HLO, mesh=program.mesh)
     machine = spmd.accelerators.hardware("tpu-v5p")
     return Explanation("mlp", program.mesh, program.written, report, hardware=machine, platform="gpu")
 
@@ -126,7 +115,7 @@ def test_the_flag_goes_with_what_is_flagged():
     """The same text without the strangers has none."""
     program = explain(make_mlp(), *arguments(MESH))
     text = "\n".join(line for line in HLO.splitlines() if "all-to-all.4 =" not in line and "all-gather.5" not in line)
-    report = Explanation("mlp", program.mesh, program.written, collectives_of_text(text, mesh=program.mesh))
+    report = Explanation("mlp", program.mesh, program.written, of_text(text, mesh=program.mesh))
     assert report.unwritten == ()
     assert "NOBODY WROTE" not in str(report)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import types
+
 import jax
 import jax.numpy as jnp
-import pytest
 from jax import lax
 
 import spmd
-import spmd.inspect._check as lines
 
 MESH = spmd.make_mesh(dp=2, tp=4)
 X = jax.ShapeDtypeStruct((8, 16), jnp.float32)
@@ -94,16 +95,33 @@ def test_an_alias_has_the_layout_of_its_value():
     assert shown(kernel(body), X)["alias"] == ("b/dp d/tp",)
 
 
-def test_a_first_call_records_nothing(monkeypatch):
-    """Neither does `spmd.check`, until somebody asks for the source."""
+def pair(x):
+    return x * 2, x * 3
 
-    def never(*_):
-        raise AssertionError("recorded")
 
-    monkeypatch.setattr(lines, "record", never)
-    run = kernel(lambda x: x * 2)
-    assert run(jnp.ones((8, 16))).shape == (8, 16)
-    findings = spmd.check(run, X)
-    assert not findings
-    with pytest.raises(AssertionError, match="recorded"):
-        findings.source()
+def test_every_statement_that_gives_a_name_shows_it():
+    held, out = types.SimpleNamespace(), {}
+
+    def body(x):
+        a = b = jnp.sin(x)
+        c, d = jnp.cos(a), jnp.tanh(b)
+        e, k = pair(c)
+        d += 1
+        held.y: object = jnp.exp(e)
+        if (n := jnp.abs(k)).ndim:
+            for p, q in zip([n * 2], [d * 3], strict=True):
+                out["p"] = p + q
+        with contextlib.nullcontext(out["p"] * 4) as z:
+            pass
+        for one in (z, jnp.sinh(z)):
+            two = one * held.y
+
+        def inner(y):
+            turned = -y
+            return turned * 2
+
+        return inner(two)
+
+    found = shown(kernel(body), X)
+    assert {*"abcdeknxz", "held.y", "out['p']", "two", "turned"} <= {*found}, found
+    assert set(found.values()) == {("b/dp d/tp",)}

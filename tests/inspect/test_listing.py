@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
@@ -288,3 +289,16 @@ def values_by_line(source: Any) -> dict[tuple[str, int, str], set[str]]:
             for value in line.values:
                 found.setdefault((block.file, line.number, value.name), set()).update(value.layouts)
     return found
+
+
+def test_what_a_loop_stacks_is_not_what_left_the_body():
+    """The tangent of a kernel with integers, by `float0`, for each step of a loop."""
+    mesh = spmd.make_mesh(dp=2)
+    kernel = spmd.kernel("b/dp d, b/dp -> b/dp d, b/dp", mesh=mesh)(lambda x, i: (x * 2, i + 1))
+
+    def steps(x, i):
+        tangents = (x, np.zeros(i.shape, jax.dtypes.float0))
+        return jax.lax.scan(lambda c, _: (c, jax.jvp(kernel, (x, i), tangents)[1][0]), x, None, length=3)[1]
+
+    found = spmd.check(steps, np.ones((4, 2), np.float32), np.arange(4, dtype=np.int32))
+    assert "4/dp 2" in str(found.source())

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import math
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -12,16 +13,19 @@ import pytest
 
 import spmd
 from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
-from spmd._jaxprs.facts import CallName
-from spmd._text import sent_bytes
-from spmd.inspect import Boundary, Collective, Constraint, Written, WrittenCollective
-from spmd.inspect._hlo import Frame
-from spmd.inspect._match import communications
+from spmd.inspect import Boundary, Collective, CollectiveReport, Constraint, Explanation, Written, WrittenCollective
 from tests.conftest import case_count
+from tests.inspect.harness import sent_bytes
 
 SIZES = {"dp": 2, "tp": 4}
 MESH = spmd.make_mesh(dp=2, tp=4)
-BITS = {"float32": "f32", "bfloat16": "bf16"}
+
+
+@functools.cache
+def call_class():
+    """The strings that name calls, as an explained program has them."""
+    kernel = spmd.kernel("b/tp -> b", mesh=MESH)(lambda x: all_gather(x, "b/tp -> b", to="invarying"))
+    return type(explain(kernel, jax.ShapeDtypeStruct((8,), "float32"), compiled=False).written.collectives[0].text)
 
 
 def row(kind, text, where="m.py:1", axes=("tp",), shape=(8, 16), count=1, phase="forward", dtype="float32", **more):
@@ -34,7 +38,7 @@ def row(kind, text, where="m.py:1", axes=("tp",), shape=(8, 16), count=1, phase=
         group_size=size,
         bytes=sent,
         count=count,
-        text=CallName(text, kind) if "(" in text else text,
+        text=call_class()(text, kind) if "(" in text else text,
         where=where,
         phase=phase,
         dtype=dtype,
@@ -53,7 +57,13 @@ def made(kind, op_name="", axes=("tp",), shapes=((8, 16),), count=1, dtype="f32"
 
 
 def joined(rows, compiled, **more):
-    return communications(Written(tuple(rows), SIZES, **more), compiled)
+    report = None if compiled is None else CollectiveReport(compiled, SIZES)
+    return Explanation("f", SIZES, Written(tuple(rows), SIZES, **more), report).collectives
+
+
+def frame(file, line, function):
+    """A line of the Python that made an instruction."""
+    return types.SimpleNamespace(file=file, line=line, function=function)
 
 
 GATHER = 'all_gather(x, "b d/tp -> b d")'
@@ -167,7 +177,7 @@ def test_scatters_that_became_sums_without_names_are_known_by_their_size():
 def test_a_part_goes_to_the_line_that_still_wants_it():
     """Of what XLA combined only one line is known. A loop whose last round is peeled off runs in two pieces."""
     rows = [row("all_gather", GATHER, where=f"m.py:{line}", count=4) for line in (1, 2)]
-    frames = (Frame("m.py", 1, "f"),)
+    frames = (frame("m.py", 1, "f"),)
     part = f"jit(f)/({GATHER}/all_gather:{GATHER}/all_gather)"
     peeled = made("all_gather", part, shapes=((8, 16),) * 2)
     alone = dataclasses.replace(made("all_gather", GATHER, count=3), frames=frames)
@@ -178,9 +188,9 @@ def test_a_part_goes_to_the_line_that_still_wants_it():
 
 def test_of_one_call_the_axes_tell_permutes_apart():
     """On 2 x 4 devices, four blocks further is along one axis, and one block further along both."""
-    both = row("ppermute", text := CallName("exchange(x)"), axes=("dp", "tp"))
+    both = row("ppermute", text := "exchange(x)", axes=("dp", "tp"))
     one = row("ppermute", text, axes=("dp",))
-    compiled = [made("ppermute", str(text), axes=axes) for axes in (("dp",), ("dp", "tp"))]
+    compiled = [made("ppermute", text, axes=axes) for axes in (("dp",), ("dp", "tp"))]
     assert [(found.runs, found.note) for found in joined([both, one], compiled)] == [(1, ""), (1, "")]
 
 
@@ -246,7 +256,7 @@ def test_a_nameless_one_belongs_to_what_is_left_of_its_kind_axes_and_size():
 
 def test_causes():
     boundary = (Boundary("mlp: x", "_ _/dp", "_/dp _", 64, "float32", (16, 16), "m.py:9"),)
-    frames = (spmd.inspect._hlo.Frame("/somewhere/m.py", 9, "main"),)
+    frames = (frame("/somewhere/m.py", 9, "main"),)
     asked = (Constraint('einsum(x, y, "a b, b -> a")', "a", (16,), 1, "m.py:4"),)
     at = lambda name, **more: dataclasses.replace(made("all_to_all", name, shapes=((8, 8),)), **more)
     cause = lambda one: joined([], [one], boundary=boundary, constraints=asked)[0].text

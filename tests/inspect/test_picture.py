@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.drawing import _picture as _svg
 from spmd.language import Layout
 from tests.goldens import Golden, written_anew
 from tests.inspect.drawings import SVG, blocks_of_svg, devices_of_text, expected_index, faults_of_svg
@@ -402,11 +401,22 @@ def contrast(a: str, b: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+def colours() -> tuple[str, set[str], list[str], list[str]]:
+    """Of the card, of texts, and of the blocks of 64 devices: their fills and their edges."""
+    root = ET.fromstring(spmd.visualize("a/x", (64,), {"x": 64}).svg)
+    texts = {one.get("fill") for one in root.iter(f"{SVG}text")}
+    blocks = [one.find(f"{SVG}rect") for one in root.iter(f"{SVG}g") if one.get("data-devices")]
+    return root.find(f"{SVG}rect").get("fill"), texts, *([one.get(key) for one in blocks] for key in ("fill", "stroke"))
+
+
 def test_every_text_stands_out():
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
-    assert min(contrast(_svg.INK, fill) for fill in (*_svg.FILLS, _svg.CARD)) > 7
-    assert contrast(_svg.FAINT, _svg.CARD) > 4.5
-    assert min(contrast(edge, _svg.CARD) for edge in _svg.EDGES) > 3  # lines
+    card, texts, fills, edges = colours()
+    assert len(fills) == len(set(fills)) == 64 == len(set(edges))
+    faint, ink = sorted(texts, key=lambda text: contrast(text, card))
+    assert min(contrast(ink, fill) for fill in (*fills, card)) > 7
+    assert contrast(faint, card) > 4.5
+    assert min(contrast(edge, card) for edge in edges) > 3  # lines
 
 
 # Machado, Oliveira and Fernandes (2009), severity 1.0: what protanopes and deuteranopes see of linear RGB.
@@ -416,7 +426,7 @@ DEUTAN = np.array([[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.04741
 
 @pytest.mark.parametrize("seen", [np.eye(3), PROTAN, DEUTAN], ids=["all", "protan", "deutan"])
 def test_colours_differ_for_the_colour_blind(seen):
-    fills = [np.array([int(one[at : at + 2], 16) / 255 for at in (1, 3, 5)]) for one in _svg.FILLS]
+    fills = [np.array([int(one[at : at + 2], 16) / 255 for at in (1, 3, 5)]) for one in colours()[2]]
     viewed = [np.clip(seen @ fill**2.2, 0, 1) ** (1 / 2.2) for fill in fills]
     gaps = [float(np.linalg.norm(a - b)) for a, b in itertools.pairwise(viewed)]
     assert min(gaps) > 0.12

@@ -308,6 +308,13 @@ def test_memory_traffic_of_what_is_fused(fn, count, wanted):
     assert written(jax.jit(fn), [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * count, {}).hbm_bytes == wanted
 
 
+def test_memory_traffic_is_the_same_in_every_trace():
+    """A result goes into the smallest product that has room, and not into the first of a set, whose order changes."""
+    fn = lambda a, b, c: jnp.sin(a @ b) * (b[:1] @ c) * (c @ a[:, :1])
+    args = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 3
+    assert len({written(jax.jit(lambda *args: fn(*args)), args, {}).hbm_bytes for _ in range(20)}) == 1
+
+
 @pytest.mark.parametrize(("layout", "share"), [("a/dp b", 2), ("a b/tp", 4), ("a/dp/tp b", 8), ("a b", 1), (None, 8)])
 def test_memory_traffic_outside_kernels_is_one_devices(mesh, layout, share):
     """By placement; where nobody knows it, the devices share the array. A kernel of no operations adds nothing."""

@@ -8,7 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError
+from spmd.errors import LayoutError, MeshError, ReplicationError
 from spmd.modes import MODES
 from tests.kernels.harness import W, X, close, plain
 
@@ -43,13 +43,6 @@ def test_another_mesh_inside(layer):
     other = spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=spmd.make_mesh(dp=4, tp=2))(lambda x, w: layer(x, w))
     with pytest.raises(MeshError, match="on another mesh"):
         other(X, W)
-
-
-def test_another_mode_inside(mesh, layer):
-    outer = spmd.kernel("b/dp d, d f/tp -> b/dp f", mesh=mesh)(lambda x, w: layer.auto(x, w))
-    with pytest.raises(ModeError, match="explicit mode, so the kernel cannot run in auto mode"):
-        outer(X, W)
-    close(outer.auto(X, W), plain(X, W))
 
 
 def test_a_jitted_helper_is_traced_for_each_kernel(mesh):

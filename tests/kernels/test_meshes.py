@@ -63,11 +63,6 @@ def test_the_mesh_of_set_mesh():
             assert jax.jit(kernel)(np.ones(8)).tolist() == [count] * 8
 
 
-def test_no_mesh():
-    with pytest.raises(MeshError, match="no mesh: none was given"):
-        spmd.kernel("n/x -> n/x")(lambda v: v)(np.ones(8))
-
-
 @pytest.mark.parametrize("kinds", [A, E], ids=str)
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
 def test_an_ambient_mesh_of_other_axes(mode, kinds):

@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import spmd
 from spmd import errors
 from tests.goldens import pinned, raised
+
+LIES = "b/dp d/tp"
 
 
 def identity(x):
@@ -27,17 +30,29 @@ def tree(x, p):
 
 
 def told(call: str) -> str:
-    """Return the error of a call; `run(pattern, body, *args)` calls a kernel."""
+    """Return the error of a call; `run(pattern, body, *args)` calls a kernel, and `inside(body)` one of 8 x 8 numbers."""
     mesh = spmd.make_mesh(dp=2, tp=4)
 
-    def run(pattern, body, *args, **options):
+    def run(pattern, body, *args, mode="explicit", **options):
         patterns = {"in_layouts": pattern[0], "out_layouts": pattern[1]} if isinstance(pattern, tuple) else {}
         given = () if patterns else (pattern,)
-        return spmd.kernel(*given, **patterns, mesh=mesh, **options)(body)(*args)
+        return getattr(spmd.kernel(*given, **patterns, mesh=mesh, **options)(body), mode)(*args)
 
     ones = lambda *shape: np.ones(shape, np.float32)
+    inside = lambda body, **how: run(f"{LIES} -> {LIES}", body, ones(8, 8), **how)
+    own = {"jax": jax, "inside": inside, "lies": f"{LIES} -> {LIES}"}
     return raised(
-        call, {"spmd": spmd, "run": run, "ones": ones, "identity": identity, "two": two, "linear": linear, "tree": tree}
+        call,
+        {
+            **own,
+            "spmd": spmd,
+            "run": run,
+            "ones": ones,
+            "identity": identity,
+            "two": two,
+            "linear": linear,
+            "tree": tree,
+        },
     )
 
 

@@ -85,11 +85,6 @@ def test_an_abstract_mesh_is_for_tracing():
         linear(X, W)
 
 
-def test_an_axis_that_the_mesh_does_not_have():
-    with pytest.raises(MeshError, match="no axis 'dp'"):
-        linear_on(spmd.make_mesh(data=2, tp=4))(X, W)
-
-
 @pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
 @pytest.mark.parametrize("name", share(REDUCED))
 def test_reduced_arguments_and_results(name, mode):

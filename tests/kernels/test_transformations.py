@@ -10,7 +10,6 @@ import pytest
 from jax.sharding import AxisType
 
 import spmd
-from spmd.errors import ModeError
 from spmd.modes import MODES
 from tests.kernels.harness import W, X, close, plain
 
@@ -65,11 +64,6 @@ def test_a_kernel_is_traced_once(mesh):
     assert len(traced) <= 3  # once more for a tracer, and for one that knows the mesh
     body(np.ones(16))
     assert len(traced) <= 4
-
-
-def test_operations_outside():
-    with pytest.raises(ModeError, match="inside a kernel"):
-        spmd.psum(np.ones(3), "n {U:tp} -> n")
 
 
 # -------------------- closures

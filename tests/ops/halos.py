@@ -5,6 +5,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from tests.jaxprs import equations
 from tests.sampler import dice
 
 EDGES = {  # the modes of `np.pad` that give the same
@@ -87,13 +88,4 @@ def neighbourhood(u, margins, n):
 
 def inner_body(jaxpr):
     """The body of the shard_map in it."""
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "shard_map":
-            return eqn.params["jaxpr"]
-        for value in eqn.params.values():
-            if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-                found = inner_body(value)
-                if found is not None:
-                    return found
-    return None
+    return next(eqn.params["jaxpr"] for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")

@@ -33,10 +33,6 @@ def frame(sizes: Mapping[str, int], mode: str = "reference", **more: Any) -> Fra
     return Frame(mode, make_mesh(sizes), tuple(sizes.items()), **more)
 
 
-def _axis_spec(axes: tuple[str, ...]) -> Any:
-    return axes or None
-
-
 def spec(layout: str) -> P:
     """The spec of a layout; with `{U:}` marks, of the parts stacked in a dimension in front."""
     seen = Layout(layout)
@@ -135,6 +131,16 @@ def pulling(fn: Callable[..., Any], by: Any = None) -> Callable[..., tuple[Any, 
 def pulled(fn: Callable[..., Any], *args: Any, by: Any = None) -> tuple[Any, Any]:
     """The value and the gradients, for one call: a second one would be compiled again, `pulling` is not."""
     return pulling(fn, by)(*args)
+
+
+def mapped_and_scanned(one: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of rows under `vmap`, and once more in a scan whose steps are computed again, added up."""
+
+    def body(x: Any) -> Any:
+        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
+        return jax.vmap(one)(x) + scanned
+
+    return body
 
 
 def counts(

@@ -9,7 +9,7 @@ import pytest
 
 from spmd.modes import MODES
 from spmd.ops import argmax, argmin, argsort, cumsum, reduce, softmax
-from tests.ops.harness import backward_counts, close, counts, pulled, run
+from tests.ops.harness import backward_counts, close, counts, mapped_and_scanned, pulled, run
 from tests.sampler import Sampler, mixed, rare, share
 
 MESH = {"dp": 2, "tp": 4}
@@ -220,12 +220,8 @@ def test_under_vmap_scan_and_remat() -> None:
     def plain(row):
         return jnp.cumsum(jax.nn.softmax(row)) + jnp.argmax(row).astype(row.dtype)
 
-    def body(x):
-        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
-        return jax.vmap(one)(x) + scanned
-
     x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
-    fn = run(body, MESH, ["t s/tp"], "t s/tp")
+    fn = run(mapped_and_scanned(one), MESH, ["t s/tp"], "t s/tp")
     expected = lambda x: 2 * jax.vmap(plain)(x)
     jax.tree.map(lambda a, b: close(a, b, 1e-4), pulled(fn, x), pulled(expected, x))
 

@@ -7,7 +7,6 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd import from_function
-from spmd.errors import SpmdError
 from spmd.fft import fftfreq, rfftfreq
 from spmd.language import Size
 from spmd.modes import MODES
@@ -126,8 +125,3 @@ def test_iota_of_a_composite_whose_factors_are_all_divided() -> None:
     blocks = simulator.scatter(np.arange(32), "(b/dp s/tp)", MESH, {"b": 4, "s": 8})
     found = simulator.blocks_of(jax.jit(mapped)(jnp.zeros(())), make_mesh(MESH))
     assert all(np.array_equal(found[device], blocks[device]) for device in blocks)
-
-
-def test_outside_a_kernel() -> None:
-    with pytest.raises(SpmdError, match="runs inside a kernel"):
-        zeros("b", b=3)

@@ -10,7 +10,7 @@ from jax import lax
 
 from spmd import explain, random
 from spmd.comm import all_gather, psum
-from spmd.errors import CommunicationError, LayoutError, ModeError, ReplicationError
+from spmd.errors import ModeError, ReplicationError
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES
@@ -294,36 +294,9 @@ def test_a_fault_of_the_function_stays_its_own(mesh):
         wrap(mesh, fn).reference(X)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_error_result_of_another_size(mesh, mode):
-    assert "d has two sizes: 3 here (1 on each device), and 6 from x, dimension 1." in message(
-        wrap(mesh, lambda x: x[:, :1]), ValueError, mode
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_error_number_of_results(mesh, mode):
-    text = message(wrap(mesh, lambda x: (x, x)), LayoutError, mode)
-    assert text == (
-        'local(fn, "b/dp d/tp -> b/dp d/tp")\n'
-        "the function returns one array per layout on the right: 1.\n"
-        "got: 2 results"
-    )  # fmt: skip
-
-
 def test_error_result_that_differs(mesh):
     body = kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: x + local(lambda x: 2 * x, "b/dp d/tp -> b/dp _")(x))
     assert "local(" in str(suspicions(body, X)[0])
-
-
-def test_error_margins_of_whole_arrays(mesh):
-    text = message(wrap(mesh, lambda x: x, "b/dp 1+d/tp+1 -> b/dp 1+d/tp+1"), ModeError, "auto")
-    assert "in auto mode a body sees whole arrays, and a whole array has no margins." in text
-
-
-def test_error_outside_a_kernel():
-    with pytest.raises(ModeError, match=r"spmd\.local reads layouts"):
-        local(lambda x: x, "b -> b")(X)
 
 
 # --- opaque --------------------------------------------------------------------------------------------------
@@ -331,12 +304,6 @@ def test_error_outside_a_kernel():
 
 def host(x):
     return jax.pure_callback(lambda v: np.asarray(v) * 2, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-
-
-def test_callback(mesh):
-    body = wrap(mesh, host, make=opaque, reference=lambda x: x * 2)
-    for mode in MODES:
-        np.testing.assert_array_equal(getattr(body, mode)(X), X * 2)
 
 
 def test_pallas(mesh):
@@ -379,21 +346,6 @@ def test_pallas_without_opaque(mesh):
     np.testing.assert_array_equal(whole(X), X * 2 + 1)
 
 
-def test_opaque_gradients(mesh):
-    @jax.custom_vjp
-    def call(x, w):
-        return x * w
-
-    call.defvjp(lambda x, w: (x * w, (x, w)), lambda res, g: (g * res[1], (g * res[0]).sum(0, keepdims=True)))
-
-    @kernel("b/dp d/tp, one d/tp -> b/dp d/tp", mesh=mesh)
-    def body(x, w):
-        return opaque(call, "b/dp d/tp, one d/tp -> b/dp d/tp", reference=call)(x, w)
-
-    w = np.asarray(jax.random.normal(jax.random.key(1), (1, 6)))
-    agree(body, X * w, X, w)
-
-
 def test_opaque_types(mesh):
     seen = []
 
@@ -418,36 +370,6 @@ def test_opaque_gradient_of_a_gathered_copy(mesh):
         return x * whole.sum(1, keepdims=True)
 
     agree(body, X * (X**3).sum(1, keepdims=True), X, modes=("explicit", "reference"))
-
-
-def test_opaque_under_vmap(mesh):
-    @kernel("n b/dp -> n b/dp", mesh=mesh)
-    def body(x):
-        return jax.vmap(opaque(lambda v: v * v, "b/dp -> b/dp", reference=lambda v: v * v))(x)
-
-    agree(body, X.T * X.T, X.T)
-
-
-def test_error_opaque_without_reference(mesh):
-    assert message(wrap(mesh, host, make=opaque), ModeError, "reference") == (
-        'opaque(host, "b/dp d/tp -> b/dp d/tp")\n'
-        "reference mode runs on whole arrays, and nobody said what this call computes on them.\n"
-        'advice: opaque(host, "b/dp d/tp -> b/dp d/tp", reference=global_fn), or the kernel\'s explicit mode'
-    )
-
-
-def test_error_opaque_communicates(mesh):
-    total = lambda x: x + lax.psum(x, "tp")
-    assert message(wrap(mesh, jax.jit(total), make=opaque), CommunicationError) == (
-        'opaque(fn, "b/dp d/tp -> b/dp d/tp")\n'
-        "opaque code communicates with nobody, and this names tp.\n"
-        "advice: spmd.local, which tells the modes what its collectives do"
-    )
-
-
-def test_error_opaque_closure(mesh):
-    body = kernel("b/dp d/tp -> b/dp d/tp", mesh=mesh)(lambda x: opaque(lambda y: y + x, "b/dp d/tp -> b/dp d/tp")(x))
-    assert "the function closes over a value that varies along dp, tp." in message(body, CommunicationError)
 
 
 def test_error_opaque_result_that_differs(mesh):

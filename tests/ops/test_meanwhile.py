@@ -7,7 +7,6 @@ import pytest
 
 import spmd
 from spmd import all_gather, einsum, meanwhile, psum
-from spmd._compat import in_order
 from spmd.inspect import collectives
 from spmd.modes import MODES
 from tests import simulator
@@ -114,7 +113,7 @@ def test_arrays_whose_types_a_barrier_would_change_are_as_they_were(mesh) -> Non
 
     def body(x, w):
         types.append([jax.typeof(one) for one in (x, w)])
-        found = in_order([x, w])
+        found = meanwhile(lambda x: x, x, lambda w: w, w)
         types.append([jax.typeof(one) for one in found])
         return found
 

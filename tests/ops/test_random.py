@@ -16,7 +16,7 @@ from spmd import random
 from spmd.errors import ModeError, ReplicationError
 from spmd.kernels import kernel
 from spmd.language import Layout
-from spmd.modes import MODES, Frame
+from spmd.modes import MODES
 from spmd.ops._random import _block_prng, _positions, _words
 from tests.sampler import rare, share
 
@@ -207,21 +207,6 @@ def test_keys_of_the_old_kind():
     same(explicit(body, make_mesh(dp=4), "b/dp", old), jax.random.normal(jax.random.key(5), (8,)))
 
 
-@pytest.mark.parametrize("mode", ["auto", "reference"])
-def test_global_modes(mode):
-    mesh = make_mesh(dp=2, tp=4)
-
-    @jax.jit
-    def body(key):
-        with Frame(mode, mesh, (("dp", 2), ("tp", 4))).enter():
-            return [draw(sampler, key, "b/dp d/tp", b=4, d=8) for sampler in SAMPLERS]
-
-    with jax.set_mesh(mesh):
-        results = body(KEY)
-    for sampler, got in zip(SAMPLERS, results, strict=True):
-        same(got, expected(sampler, (4, 8)))
-
-
 # --- positions that do not fit 32 bits ----------------------------------------------------------------------
 
 
@@ -330,14 +315,6 @@ def test_bounds_under_vmap_and_grad():
     np.testing.assert_allclose(explicit(slope, mesh, "scalar"), want[0].sum(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["explicit", "auto", "reference"])
-def test_in_a_kernel(mode):
-    mesh = make_mesh(dp=2, tp=2)
-    body = lambda x, key: x + random.uniform(key, "b/dp d/tp")
-    noisy = kernel("b/dp d/tp, scalar -> b/dp d/tp", mesh=mesh)(body)
-    same(getattr(noisy, mode)(np.zeros((4, 6), np.float32), KEY), jax.random.uniform(KEY, (4, 6)))
-
-
 def test_other_masks_on_equal_data_are_an_error():
     def body(x):
         key = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("tp"))
@@ -365,20 +342,6 @@ def test_error_the_older_threefry():
             "got: jax_threefry_partitionable=False\n"
             'fix: jax.config.update("jax_threefry_partitionable", True)'
         )
-
-
-def test_error_a_key_that_differs():
-    def body(key):
-        return random.normal(jax.random.fold_in(key, jax.lax.axis_index("dp")), "b/dp", b=4)
-
-    text = message(body, ReplicationError)
-    assert text.startswith('random.normal(key, "b/dp")\nthe key must be the same on every device: it varies along dp,')
-    assert "got:\n- key: uint32[2]{V:dp}\n- mesh dp=2\nadvice: pass one key" in text
-
-
-def test_error_outside_a_kernel():
-    with pytest.raises(ModeError, match="spmd.random.normal reads layouts"):
-        random.normal(KEY, "b/dp", b=4)
 
 
 # --- meta ---------------------------------------------------------------------------------------------------

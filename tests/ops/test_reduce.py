@@ -10,11 +10,20 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from spmd.errors import LayoutError
-from spmd.modes import MODES
 from spmd.ops import reduce
 from tests import simulator
 from tests import simulator as sim
-from tests.ops.harness import backward_counts, close, communicates, counts, frame, make_mesh, pulled, run
+from tests.ops.harness import (
+    backward_counts,
+    close,
+    communicates,
+    counts,
+    frame,
+    make_mesh,
+    mapped_and_scanned,
+    pulled,
+    run,
+)
 from tests.sampler import Sampler, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
@@ -209,25 +218,10 @@ def test_nothing_divided_costs_nothing() -> None:
 def test_under_vmap_scan_and_remat(op: str) -> None:
     one = lambda row: reduce(row, "b s/tp -> b", op)
 
-    def body(x):  # t b s
-        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
-        return jax.vmap(one)(x) + 2 * scanned
-
     plain = functools.partial(jax.scipy.special.logsumexp if op == "logsumexp" else getattr(jnp, op), axis=2)
     x = jnp.asarray(Sampler(3).array((3, 2, 8), whole=False))
-    fn = run(body, MESH, ["t b s/tp"], "t b")
-    jax.tree.map(lambda a, b: close(a, b, 1e-3), pulled(fn, x), pulled(lambda x: 3 * plain(x), x))
-
-
-@pytest.mark.parametrize("op", ["mean", "max"])
-def test_all_modes_agree(op: str) -> None:
-    x = jnp.asarray(Sampler(1).array((4, 8, 6)))
-    found = []
-    for mode in MODES:
-        fn = run(lambda x: reduce(x, "b/dp s/tp d -> d b/dp", op), MESH, ["b/dp s/tp d"], "d b/dp", mode)
-        found.append(pulled(fn, x))
-    for other in found[1:]:
-        jax.tree.map(lambda a, b: close(a, b, 1e-4), found[0], other)
+    fn = run(mapped_and_scanned(one), MESH, ["t b s/tp"], "t b")
+    jax.tree.map(lambda a, b: close(a, b, 1e-3), pulled(fn, x), pulled(lambda x: 2 * plain(x), x))
 
 
 def test_literals_and_unnamed_dimensions() -> None:

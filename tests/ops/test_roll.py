@@ -12,7 +12,7 @@ from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.ops import roll
 from tests import simulator
-from tests.ops.harness import backward_counts, close, make_mesh, pulled, pulling, run
+from tests.ops.harness import backward_counts, close, make_mesh, mapped_and_scanned, pulled, pulling, run
 from tests.sampler import Sampler, share
 
 MESH = {"dp": 2, "tp": 4}
@@ -129,12 +129,8 @@ def test_several_dimensions_at_once() -> None:
 def test_under_vmap_scan_and_remat_and_of_partial_sums() -> None:
     one = lambda row: roll(row, "[s/tp] {U:dp}", 3)
 
-    def body(x):
-        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
-        return jax.vmap(one)(x) + scanned
-
     x = jnp.asarray(Sampler(4).array((3, 8)))
-    fn = run(body, MESH, ["t s/tp {U:dp}"], "t s/tp {U:dp}")
+    fn = run(mapped_and_scanned(one), MESH, ["t s/tp {U:dp}"], "t s/tp {U:dp}")
     close(fn(x), 2 * np.roll(x, 3, 1))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from spmd.errors import LayoutError, MeshError, ModeError, SizeError
+from spmd.errors import SizeError
 from spmd.kernels import kernel
 from spmd.mesh import make_mesh
 from spmd.modes import MODES, Frame, scope
@@ -173,74 +173,6 @@ def test_in_the_users_own_shard_map(mesh):
     body = lambda x: x + axis_index("dp") + local_size("v/tp", v=6) + axis_size("tp")
     mapped = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("dp"), out_specs=P("dp")))
     assert mapped(np.zeros(2, np.int32)).tolist() == [5, 6]
-
-
-def message(mesh, question, kind, mode="explicit"):
-    with pytest.raises(kind) as caught:
-        ask(mesh, question, mode)
-    return str(caught.value).strip("\n")
-
-
-def test_error_axis_index_on_whole_arrays(mesh):
-    assert message(mesh, lambda: axis_index("tp"), ModeError, "auto") == (
-        "axis_index('tp')\n"
-        "in auto mode the body sees whole arrays, so it has no index along tp.\n"
-        'advice: iota("c/cp") for the numbers of blocks, offset("s/cp") for where this block starts, '
-        'shift(x, "b [c/cp] l", 1) for the neighbour\'s;\n'
-        '        else local(fn, "in -> out") around the per-shard code'
-    )
-
-
-def test_error_unknown_axis(mesh):
-    assert message(mesh, lambda: axis_size("dpp"), MeshError) == (
-        "axis_size('dpp')\n"
-        "the mesh has no axis 'dpp'; did you mean 'dp'?\n"
-        "got: mesh dp=2, tp=3"
-    )  # fmt: skip
-
-
-def test_error_unknown_size(mesh):
-    assert message(mesh, lambda: size("c"), SizeError) == (
-        'size("c")\n'
-        "      ^\n"
-        "the size of c is not known.\n"
-        "advice: say it: c=..."
-    )  # fmt: skip
-
-
-def test_error_scattered_blocks(mesh):
-    assert message(mesh, lambda: offset("(b/dp s/tp)", s=3), LayoutError) == (
-        'offset("(b/dp s/tp)")\n'
-        "              ^^^^\n"
-        "the blocks of this dimension are scattered, so there is no one place where a block starts.\n"
-        'fix: spmd.iota("(b/dp s/tp)")'
-    )
-
-
-@pytest.mark.parametrize(
-    ("question", "kind", "text"),
-    [
-        (lambda: size("b d"), LayoutError, 'size asks for one dimension.\nadvice: as in size("b")'),
-        (lambda: size("scalar"), LayoutError, "size asks for one dimension."),
-        (lambda: size("b {U:dp}"), LayoutError, "size asks for one dimension."),
-        (lambda: size("_"), LayoutError, "a dimension without a name has no size of its own."),
-        (lambda: size("..."), LayoutError, "a dimension without a name has no size of its own."),
-        (lambda: local_size("1+b/dp+1"), LayoutError, 'fix: spmd.local_size("b/dp")'),
-        (lambda: local_size("s/tp", s=4), SizeError, "s of size 4 does not divide into the 3 blocks of tp."),
-        (lambda: size("b", b=9), SizeError, "b has two sizes: 9 here, and 8 from"),
-        (lambda: axis_size(3), MeshError, "a mesh axis is a str, or several a tuple of str, not an int."),
-        (lambda: axis_index(("dp", "dp")), MeshError, "a mesh axis is named twice."),
-        (lambda: offset("v/xp", v=4), MeshError, "the mesh has no axis 'xp'"),
-    ],
-)
-def test_errors(mesh, question, kind, text):
-    assert text in message(mesh, question, kind)
-
-
-@pytest.mark.parametrize("question", [lambda: size("b"), lambda: axis_size("dp"), lambda: axis_index("dp")])
-def test_error_outside_a_kernel(question):
-    with pytest.raises(ModeError, match="runs inside a kernel"):
-        question()
 
 
 def test_reference_frames_need_no_devices():

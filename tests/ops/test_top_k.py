@@ -10,7 +10,7 @@ from spmd.inspect import collectives
 from spmd.modes import MODES
 from spmd.ops import top_k
 from tests import simulator
-from tests.ops.harness import backward_counts, close, make_mesh, pulled, run, spec
+from tests.ops.harness import backward_counts, close, make_mesh, mapped_and_scanned, pulled, run, spec
 from tests.ops.harness import tally as compiled_counts
 from tests.sampler import Sampler, share
 
@@ -79,16 +79,12 @@ def test_under_vmap_scan_and_remat() -> None:
         values, places = top_k(row, "[s/tp]", 2)
         return values * places.astype(values.dtype)
 
-    def body(x):
-        _, scanned = jax.lax.scan(jax.checkpoint(lambda c, row: (c, one(row))), 0, x)
-        return jax.vmap(one)(x) + scanned
-
     def plain(x):
         values, places = jax.lax.top_k(x, 2)
         return 2 * values * places.astype(x.dtype)
 
     x = jnp.asarray(Sampler(10).array((3, 8), whole=False))
-    fn = run(body, MESH, ["t s/tp"], "t k")
+    fn = run(mapped_and_scanned(one), MESH, ["t s/tp"], "t k")
     jax.tree.map(close, pulled(fn, x), pulled(plain, x))
 
 

@@ -11,6 +11,7 @@ import pytest
 import spmd
 from spmd import nn, parallel
 from spmd.parallel import pipelining
+from tests.jaxprs import equations, names_of
 from tests.sampler import share
 
 # -------------------- the program
@@ -63,24 +64,8 @@ def test_a_wrong_schedule_is_noticed(fault, monkeypatch):
 
 def scans(jaxpr):
     """(length, products in one turn) of all scans of a jaxpr."""
-    for eqn in jaxpr.eqns:
-        inner = [x for x in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(x)]
-        for one in inner:
-            one = getattr(one, "jaxpr", one)
-            if eqn.primitive.name == "scan":
-                yield eqn.params["length"], products(one)
-            yield from scans(one)
-
-
-def is_jaxpr(x):
-    return hasattr(getattr(x, "jaxpr", x), "eqns")
-
-
-def products(jaxpr):
-    inner = [x for eqn in jaxpr.eqns for x in jax.tree.leaves(eqn.params, is_leaf=is_jaxpr) if is_jaxpr(x)]
-    return sum(eqn.primitive.name == "dot_general" for eqn in jaxpr.eqns) + sum(
-        products(getattr(one, "jaxpr", one)) for one in inner
-    )
+    found = [eqn.params for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    return [(one["length"], names_of(one["jaxpr"]).count("dot_general")) for one in found]
 
 
 def stack(mesh, v=None, save="inputs"):
@@ -99,7 +84,7 @@ def test_the_bubble_of_the_program(p, m, v):
     """Products that are computed, counted in the program, over those that are needed: 1 + the bubble."""
     run = stack(spmd.make_mesh(pp=p), v)
     w = jnp.ones((p, 3, 3) if v is None else (v, p, 3, 3))
-    [(length, each)] = scans(run.trace(w, jnp.ones((m, 2, 3))).jaxpr.jaxpr)
+    [(length, each)] = scans(run.trace(w, jnp.ones((m, 2, 3))).jaxpr)
     schedule = parallel.pipeline_schedule(p, m, v or 1)
     assert (length, each) == (schedule.ticks, 1)
     assert length / ((v or 1) * m) == pytest.approx(1 + schedule.bubble)

@@ -1,15 +1,6 @@
 """What is read off a trace."""
 
-from spmd.porting._program import tree_of
 from tests.porting.programs import ported
-
-
-def test_layouts_as_trees():
-    assert tree_of(["x", "p['a']", "p['b'][0]", "p['b'][1]"], list("wxyz")) == {
-        "x": "w",
-        "p": {"a": "x", "b": {0: "y", 1: "z"}},
-    }
-    assert tree_of(["state.w"], ["d"]) is None
 
 
 def test_arguments_that_are_trees(tmp_path):

@@ -4,10 +4,13 @@ python -m tests.propagation.compare
 """
 
 import collections
+import math
+import re
 from typing import Any
 
 import spmd
 from spmd.inspect import collectives
+from tests.inspect.harness import sent_bytes
 from tests.propagation.programs import Plain, programs
 
 Sent = collections.Counter[tuple[str, tuple[str, ...], int]]
@@ -35,13 +38,10 @@ def _mesh(args: Any, mesh: Any) -> Any:
 
 def _parts(one: Any) -> list[int]:
     """The elements of each array, of a collective that XLA has combined: XLA for CPUs sends bfloat16 as float32."""
-    from spmd._text import sent_bytes
-    from spmd.inspect._hlo import shape_bytes
-
+    width = int(re.sub(r"\D", "", one.operands[0][0])) // 8 if one.operands[0][0] != "pred" else 1
     if one.kind == "all_to_all":
-        return [one.bytes // shape_bytes(one.operands[0][0], ())]
-    sent = ((operand[0], sent_bytes(one.kind, shape_bytes(*operand), one.group_size)) for operand in one.operands)
-    return [size // shape_bytes(dtype, ()) for dtype, size in sent]
+        return [one.bytes // width]
+    return [sent_bytes(one.kind, math.prod(shape) * width, one.group_size) // width for _, shape in one.operands]
 
 
 def verdict(plan: Sent, compiled: Sent) -> str:

@@ -78,6 +78,11 @@ def test_layouts_place_and_name_what_has_no_sharding():
     assert names.inputs == ("b/dp d", "32 64/tp", "f/tp d")
 
 
+def test_arguments_that_nobody_uses_keep_their_place():
+    plan = propagate(lambda x, unused, w: x @ w, *at("b/dp d", "b", "d e/tp"), layouts="b d, c, d e")
+    assert plan.inputs == ("b/dp d", "c", "d e/tp")
+
+
 def test_budgets_hold_for_plans():
     assert_collectives(mlp, at(*MLP), {"psum": {"tp": 1}}, bytes=1536, view="planned")
     with pytest.raises(Mismatch, match="dot_general adds up what is divided over tp"):

@@ -6,23 +6,10 @@ import json
 import math
 import types
 
-import jax
 import pytest
 
 import spmd
 from spmd.searcher import Bound
-from spmd.searcher._result import (
-    bytes_at_rest,
-    communication,
-    factorisations,
-    laid,
-    marked,
-    name_of,
-    orders,
-    row_of,
-    undivided,
-    without_latency,
-)
 from tests.searcher.programs import FLAT, bounded, flops, mlp
 
 
@@ -75,21 +62,6 @@ def test_json_has_everything(found):
 H100 = spmd.accelerators.hardware("h100")
 
 
-def argument(layout, *shape, **axes):
-    sharding = spmd.Layout(layout).sharding(spmd.make_mesh(abstract=True, **axes))
-    return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=sharding)
-
-
-def test_bytes_at_rest_are_those_of_one_device():
-    args = [{"w": argument("a/dp b", 8, 3, dp=4)}, jax.ShapeDtypeStruct((5,), "float32")]
-    assert bytes_at_rest(args) == 2 * 3 * 2 + 5 * 4
-
-
-def test_an_argument_that_the_mesh_does_not_divide_is_named():
-    assert undivided([argument("a/dp b", 8, 3, dp=4)]) is None
-    assert "(6, 3)" in undivided([argument("a/dp b", 8, 3, dp=4), argument("a/dp b", 6, 3, dp=4)])
-
-
 def test_a_bound_adds_up_and_leaves_latencies_out():
     bound = Bound({"bfloat16": 989.4e12}, {("all_gather", ("dp",)): 50e9})
     assert bound.seconds({"dp": 64}, H100) == pytest.approx(1 + 50e9 * 7 / 63 / 50e9)
@@ -98,61 +70,55 @@ def test_a_bound_adds_up_and_leaves_latencies_out():
     assert Bound().seconds({"dp": 64}, H100) == 0
 
 
-def test_only_latencies_go():
-    quiet = without_latency(H100)
-    assert (quiet.default.latency, quiet.node.latency) == (0, 0)
-    assert (quiet.default.bandwidth, quiet.node.bandwidth) == (H100.default.bandwidth, H100.node.bandwidth)
-
-
 # -------------------- factorisations, and the axes inside a node
 
 
+def meshes(devices, axes):
+    """The sizes of every mesh that a search considers."""
+    asked = []
+    with pytest.raises(spmd.errors.MeshError):  # where= leaves out all of them
+        spmd.search(mlp, devices=devices, axes=axes, hardware="h100", where=lambda mesh: asked.append(dict(mesh)))
+    return [tuple(one[axis] for axis in axes) for one in asked]
+
+
 def test_16384_devices_over_five_axes_are_3060_meshes():
-    found = [tuple(sizes.values()) for sizes in factorisations(16_384, ("dp", "fsdp", "cp", "tp", "pp"))]
+    found = meshes(16_384, ("dp", "fsdp", "cp", "tp", "pp"))
     assert len(found) == len(set(found)) == math.comb(14 + 4, 4) == 3060
     assert all(math.prod(sizes) == 16_384 for sizes in found)
 
 
 @pytest.mark.parametrize("devices", [1, 7, 12, 36])
 def test_every_factorisation_comes_once(devices):
-    found = [tuple(sizes.values()) for sizes in factorisations(devices, "abc")]
     every = [sizes for sizes in itertools.product(range(1, devices + 1), repeat=3) if math.prod(sizes) == devices]
-    assert found == every
+    assert meshes(devices, ("a", "b", "c")) == every
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"dp": 4, "fsdp": 2, "tp": 8}, {"dp": 2, "fsdp": 16, "tp": 2}, {"a": 1, "b": 6, "c": 4}]
-)
+def priced(sizes, machine, **how):
+    """The one mesh of these sizes, in the order that the search gives its axes, and the seconds of every other order."""
+    found = spmd.search(mlp, devices=math.prod(sizes.values()), axes=tuple(sizes), hardware=machine, memory=1.0,
+                        where=lambda mesh: dict(mesh) == sizes, **how).best  # fmt: skip
+    others = []
+    for order in itertools.permutations(sizes.items()):
+        fn, args = mlp(spmd.make_mesh(abstract=True, **dict(order)))
+        others.append(spmd.explain(fn, *args, hardware=machine).time.communication)
+    return found, others
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4, "fsdp": 2, "tp": 8}, {"dp": 2, "fsdp": 16, "tp": 2}])
 def test_no_other_order_takes_less(sizes):
-    sent = [("all_gather", (axis,), 1e8 * (i + 1), 3) for i, axis in enumerate(sizes)]
-    sent.append(("psum", tuple(sizes), 1e7, 1))
-    order, seconds = laid(sent, sizes, H100)
-    every = [dict(items) for items in itertools.permutations(sizes.items())]
-    assert seconds == min(communication(sent, one, H100) for one in every) == communication(sent, order, H100)
-    assert len(list(orders(sizes, H100))) <= len(every)
+    found, others = priced(sizes, H100)
+    assert found.time.communication == pytest.approx(min(others)) and max(others) > min(others)
 
 
-def test_the_axis_with_the_most_bytes_lies_inside_the_node():
-    sent = [("all_gather", ("dp",), 9e9, 1), ("all_gather", ("tp",), 1e9, 1)]
-    assert tuple(laid(sent, {"dp": 8, "tp": 8}, H100)[0]) == ("tp", "dp")
-
-
-def test_what_overlaps_lies_outside_if_the_other_work_hides_it():
-    sent = [("all_gather", ("dp",), 9e9, 1), ("all_gather", ("tp",), 1e9, 1)]
-    order, seconds = laid(sent, {"tp": 8, "dp": 8}, H100, beside=1.0, overlap=("dp",))
-    assert tuple(order) == ("dp", "tp") and seconds == 1.0 + communication(sent[1:], order, H100)
-
-
-def test_a_torus_has_no_inside():
-    assert list(orders({"dp": 4, "tp": 8}, spmd.accelerators.hardware("tpu-v5p"))) == [{"dp": 4, "tp": 8}]
-
-
-def test_several_slices_have_one_and_the_network_between_them_is_priced():
+def test_a_torus_has_no_inside_and_several_slices_have_one():
+    """The axis that crosses slices goes over the network between them."""
     pod, between = spmd.accelerators.hardware("tpu-v5p"), spmd.accelerators.Link(6.25e9, latency=20e-6)
     slices = dataclasses.replace(pod, node=pod.default, node_size=64, default=between)
-    sent = [("all_gather", ("dp",), 9e9, 1), ("all_gather", ("tp",), 1e9, 1)]
-    order, seconds = laid(sent, {"dp": 8, "tp": 64}, slices)
-    assert tuple(order) == ("tp", "dp") and seconds < communication(sent, {"dp": 8, "tp": 64}, slices) / 2
+    sizes = {"dp": 8, "fsdp": 2, "tp": 8}
+    found, others = priced(sizes, pod)
+    assert found.time.communication == pytest.approx(min(others)) and max(others) == pytest.approx(min(others))
+    found, others = priced(sizes, slices)
+    assert found.time.communication == pytest.approx(min(others)) and max(others) > min(others)
     crossed = slices.collective_seconds("all_gather", 9e9, ["dp"], {"dp": 8, "tp": 64})
     assert crossed == pytest.approx(7 * between.latency + 9e9 / between.bandwidth)
     crossing = {"dp": 4, "tp": 32}  # two of dp's four are in one slice
@@ -162,12 +128,11 @@ def test_several_slices_have_one_and_the_network_between_them_is_priced():
 
 # -------------------- rows of a search
 
-MESH = {"dp": 2, "fsdp": 1, "tp": 4}
 
-
-def row(bound=None, overlap=()):
-    fn, args = mlp(spmd.make_mesh(abstract=True, **MESH))
-    return row_of(spmd.explain(fn, *args), MESH, {}, spmd.accelerators.hardware("h100"), bound or Bound(), overlap)
+def row(**how):
+    fn = how.pop("build", mlp)
+    where = lambda mesh: (mesh["dp"], mesh["tp"]) == (2, 4)
+    return spmd.search(fn, devices=8, axes=("dp", "fsdp", "tp"), hardware="h100", where=where, **how).best
 
 
 def test_a_row_is_what_explain_says_with_the_axes_in_its_order():
@@ -177,6 +142,7 @@ def test_a_row_is_what_explain_says_with_the_axes_in_its_order():
     assert found.time == explained.time and found.memory == explained.memory
     assert found.seconds == pytest.approx(found.time.serial)
     assert found.mfu == pytest.approx(found.time.compute / found.time.serial)
+    assert {*found.name.split()} == {"dp=2", "tp=4"}
 
 
 def test_what_overlaps_costs_only_what_sticks_out():
@@ -188,18 +154,6 @@ def test_what_overlaps_costs_only_what_sticks_out():
 
 def test_the_share_of_the_peak_is_that_of_what_the_model_needs():
     mesh = types.SimpleNamespace(size=8)
-    assert row(Bound(needed={"float32": flops(mesh) / 2})).mfu == pytest.approx(row().mfu / 2)
-    assert row().time.compute * spmd.accelerators.hardware("h100").peak("float32") == pytest.approx(flops(mesh))
-
-
-def test_pareto_marks_what_is_smaller_than_all_that_is_quicker():
-    pairs = [(1, 5), (2, 5), (2, 7), (3, 4), (3, 4), (4, 1)]
-    rows = [types.SimpleNamespace(seconds=seconds, peak=size) for seconds, size in pairs]
-    assert marked(rows) == [True, False, False, True, True, True]
-
-
-def test_names_leave_out_axes_of_size_one():
-    assert name_of({"dp": 4, "tp": 1}, {"micro": 8, "mapping": spmd.AxisMapping({})}).startswith(
-        "dp=4 micro=8 mapping="
-    )
-    assert name_of({"dp": 1}, {}) == "one device"
+    half = lambda mesh: (*mlp(mesh), Bound(needed={"float32": flops(types.SimpleNamespace(size=8)) / 2}))
+    assert row(build=half).mfu == pytest.approx(row().mfu / 2)
+    assert row().time.compute * H100.peak("float32") == pytest.approx(flops(mesh))

@@ -1,6 +1,7 @@
-"""The collectives of a program: the right ones pass, the wrong ones are told in a table that is pinned."""
+"""The collectives of a program: the right ones pass, the wrong ones are told in a table that is in assertions.txt."""
 
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +18,10 @@ from spmd.testing import (
     assert_no_unwritten_collectives,
     assert_sharded,
 )
+from tests.goldens import Golden
 from tests.testing.harness import LAYOUTS, make_mlp, message, structs
 
+GOLDEN = Golden(Path(__file__).with_name("assertions.txt")).read()
 RIGHT = {"all_gather": {"tp": 1, "dp": 2}, "psum_scatter": {"tp": 1}}
 BYTES = 4 * (2 * 8 * 6 * 3 // 4 * 2 + 6 * 3 // 2 * 2)
 
@@ -108,48 +111,6 @@ def test_the_compilers_own_in_auto_mode(mesh):
     assert re.search(r"!  all_gather\s+\S+\s+0\s+\d", text)
 
 
-GOLDEN = {
-    "two tables": """\
-mlp does not send what the test says.
-   collective        axes   expected  compiled
-!  all_gather        dp            1         2
-   all_gather        tp            1         1
-!  psum              dp/tp         1         0
-   psum_scatter      tp            1         1
-!  bytes per device              900       648
-where they come from:
-  all_gather  dp  1  harness.py:N  all_gather(x, "d/dp f/tp -> d f/tp")  forward
-  all_gather  dp  1  harness.py:N  all_gather(x, "f/tp d/dp -> f/tp d")  forward""",
-    "bytes": """\
-mlp does not send what the test says.
-   collective        axes  at most  written
-   all_gather        dp          2        2
-   all_gather        tp          1        1
-   psum_scatter      tp          1        1
-!  bytes per device            100      648
-where they come from:
-  all_gather    tp  1  harness.py:N  all_gather(x, "b/dp s/tp d -> b/dp s d")            forward
-  all_gather    dp  1  harness.py:N  all_gather(x, "d/dp f/tp -> d f/tp")                forward
-  all_gather    dp  1  harness.py:N  all_gather(x, "f/tp d/dp -> f/tp d")                forward
-  psum_scatter  tp  1  harness.py:N  einsum(x, y, "b/dp s f/tp, f/tp d -> b/dp s/tp d")  forward""",
-    "implicit": """\
-<lambda> does not send what the test says.
-   collective        axes  expected  written
-!  psum              tp           0        1
-   bytes per device             any       36
-where they come from:
-  psum  tp  1  test_assertions.py:N  einsum(x, y, "b/dp f/tp, f/tp d -> b/dp d")  forward, implicit""",
-    "elsewhere": """\
-mlp runs 2 collectives that nobody wrote, 144 B per device.
-   collective    axes   written  compiled
-   all_gather    dp           2         2
-   all_gather    tp           1         1
-!  all_to_all    tp           0         1
-!  ppermute      dp/tp        0         1
-   psum_scatter  tp           1         1""",
-}
-
-
 # --- mismatch ----------------------------------------------------------------------------------------------------
 
 # Every assertion fails in one way, as an assertion: pytest shows it, and one `except` catches all.
@@ -228,7 +189,7 @@ def test_modes_that_do_not(mesh):
 
     x = jnp.asarray(np.arange(12.0).reshape(4, 3), jnp.float32)
     text = message(assert_modes_agree, local, x)
-    assert text == GOLDEN_OF_MODES["modes"]
+    assert text == GOLDEN["modes"]
     assert_modes_agree(wrong_gradient, x, grad=False)
     with pytest.raises(Mismatch, match=r"gradient of args\[0\]"):
         assert_modes_agree(wrong_gradient, x)
@@ -241,15 +202,6 @@ def test_a_shape_that_differs_is_a_difference(mesh):
 
     with pytest.raises(Mismatch, match=r"float32\[2\]\s+float32\[3\]"):
         assert_modes_agree(shape, jnp.ones((4, 3)), modes=("explicit", "reference"), grad=False)
-
-
-GOLDEN_OF_MODES = {
-    "modes": """\
-local is not the same in all modes.
-                     mode      largest difference  allowed there  elements
-gradient of args[0]  explicit                2.61       6.22e-05  12 of 12
-result               explicit                  22        0.00045  11 of 12""",
-}
 
 
 # --- sharded -----------------------------------------------------------------------------------------------------
@@ -283,8 +235,8 @@ def test_parameters_are_divided(mesh):
 
 
 def test_parameters_that_are_not(mesh):
-    assert message(assert_sharded, params(mesh, w="d f/tp"), layouts=INTENDED) == GOLDEN_OF_SHARES["intended"]
-    assert message(assert_sharded, params(mesh, w="d f/tp")) == GOLDEN_OF_SHARES["share"]
+    assert message(assert_sharded, params(mesh, w="d f/tp"), layouts=INTENDED) == GOLDEN["intended"]
+    assert message(assert_sharded, params(mesh, w="d f/tp")) == GOLDEN["share"]
     mapping = {"d": "dp", "f": "tp", "v": "tp"}
     with pytest.raises(Mismatch, match="norm"):
         assert_sharded(
@@ -294,16 +246,3 @@ def test_parameters_that_are_not(mesh):
         assert_sharded(params(mesh), tolerance=0.0)  # the norm is whole
     many = {f"w{i}": params(mesh, w="d f")["layer"]["w"] for i in range(30)}
     assert "and 10 more" in message(assert_sharded, many)
-
-
-GOLDEN_OF_SHARES = {
-    "intended": """\
-1 of 3 leaves are not divided over an axis of their layout, and one device holds 64 KiB more than the intended 322 KiB.
-leaf                shape    expected   lies as  not over  expected     held
-tree['layer']['w']  512x256  d/dp f/tp  _ _/tp   dp          64 KiB  128 KiB""",
-    "share": """\
-One device holds 386 KiB of parameters, 20.5% more than its share of 320.2 KiB over dp, tp; 2.0% are allowed.
-leaf                   shape    lies as  not over  its share     held
-tree['layer']['w']     512x256  _ _/tp   dp           64 KiB  128 KiB
-tree['layer']['norm']  512      _        dp, tp        256 B    2 KiB""",
-}

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd import nn, parallel
+from spmd import parallel
 from spmd.testing import Mismatch, assert_same_on_any_mesh
 from tests.goldens import Golden, written_anew
 from tests.sampler import rare, share
@@ -74,40 +74,6 @@ def test_trees_keys_numbers_and_static_arguments(mesh):
     key = jax.random.key(0)
     assert_same_on_any_mesh(noisy, data, struct(dtype=key.dtype), 0.5, scale=Scale(2.0), meshes=[{"dp": 2}])
     assert_same_on_any_mesh(noisy, data, rate=0.5, key=key, scale=Scale(2.0), meshes=())
-
-
-def test_attention_in_a_ring():
-    @spmd.kernel("b s/cp h/tp k, b s/cp h/tp k, b s/cp h/tp k -> b s/cp h/tp k", mesh=spmd.make_mesh(cp=4, tp=2))
-    def ring(q, k, v):
-        return parallel.ring_attention(q, k, v, cp="cp", tp="tp", causal=True)
-
-    assert_same_on_any_mesh(ring, *[struct(8, 32768, 32, 128)] * 3, meshes=())
-
-
-def test_fourier_transforms():
-    @spmd.kernel("x/a y z/b -> kx ky/a kz/b", mesh=spmd.make_mesh(a=2, b=2))
-    def spectrum(u):
-        return spmd.fft.fft(u, "x/a y z/b -> kx ky/a kz/b")
-
-    assert_same_on_any_mesh(spectrum, struct(512, 512, 64, dtype="complex64"), meshes=())
-
-
-def test_fsdp_and_a_loss_inside(mesh):
-    """Gradients that the kernel takes itself are results: a factor in them is seen like any other."""
-
-    @spmd.kernel("b/dp s d, d/dp f, f/dp v/tp, b/dp s -> scalar, d/dp f, f/dp v/tp", mesh=mesh)
-    def step(x, w_in, w_out, labels):
-        def loss(w_in, w_out):
-            w = parallel.gather((w_in, w_out), ("d/dp f", "f/dp v/tp"), ("d f", "f v/tp"), data="dp")
-            h = jnp.tanh(spmd.einsum(x, w[0], "b/dp s d, d f -> b/dp s f"))
-            logits = spmd.einsum(h, w[1], "b/dp s f, f v/tp -> b/dp s v/tp")
-            return nn.cross_entropy(logits, labels, dp="dp", tp="tp")
-
-        value, grads = spmd.value_and_grad(loss, (0, 1))(w_in, w_out)
-        return value, *grads
-
-    shapes = [struct(64, 128, 512), struct(512, 512), struct(512, 1024), struct(64, 128, dtype="int32")]
-    assert_same_on_any_mesh(step, *shapes, meshes=())
 
 
 @rare
