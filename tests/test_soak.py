@@ -12,7 +12,7 @@ from tests.programs import FAMILIES
 from tests.sampler import Choices, rare, seeds, share
 
 OFTEN = {name: often for name, (_, often) in FAMILIES.items()} | dict.fromkeys(
-    share(["calls", "checker", "layouts"]), 1
+    share(["calls", "checker", "inside"]), 1
 )
 
 
