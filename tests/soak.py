@@ -39,7 +39,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.checker import random_programs, truth
+from tests.checker import random_programs
 from tests.checker.test_soundness import called_equal
 from tests.kernels import test_sampled_calls
 from tests.programs import FAMILIES, Program, attempt
@@ -125,13 +125,6 @@ def inside(choices: Choices) -> Result:
     return Result("inside", choices.seed, text, (outcome,))
 
 
-def layouts(choices: Choices) -> Result:
-    """A body by hand: each layout that the checker infers, against what the devices hold."""
-    verdict = truth.judged(choices)
-    assert not verdict.faults, f"{verdict.faults[0]}\nin {verdict.text}"
-    return Result("layouts", choices.seed, verdict.text, verdict.outcomes)
-
-
 def sampled(choices: Choices) -> Result:
     """Any test that is parametrised over seeds, with this one."""
     test, given, name = sampled_call(choices)
@@ -183,8 +176,7 @@ def sampled_tests() -> list[tuple[str, Any]]:
 ALONE: dict[str, tuple[Callable[[Choices], Result], int]] = {
     "calls": (call, 2),
     "checker": (soundness, 1),
-    "layouts": (layouts, 2),
-    "inside": (inside, 2),
+    "inside": (inside, 4),
     "sampled": (sampled, 1),
 }
 

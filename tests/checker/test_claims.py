@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker._claims import OVERLAP, claim_of
 from spmd.language import Layout
 from tests.checker.harness import assert_equal, mark, seen
 from tests.sampler import share
@@ -63,14 +62,6 @@ def test_a_mistake_is_told_once():
 def test_the_users_word_is_taken():
     found = seen(lambda x: mark(assert_equal(x, "tp"), "a b"), "a b/tp", args=(X,))
     assert found.kinds == [] and not found.states[0].axes
-
-
-def test_layouts_are_taken_apart():
-    claim = claim_of(Layout("a/dp ... (h/tp k) c+1 {U:cp}"))
-    assert claim.before == ((("dp",),),) and claim.behind == ((("tp",), ()), OVERLAP)
-    assert claim.ellipsis and claim.named == {"dp", "tp"} and claim.unreduced == {"cp"}
-    assert claim.at(5, ()) == [0, 3, 4] and claim.at(6, (0,)) == [1, 4, 5] and claim.at(2, ()) is None
-    assert claim_of(Layout("a b")).at(3, ()) is None
 
 
 def test_what_devices_leave_out_by_their_number_is_a_term_of_a_sum() -> None:

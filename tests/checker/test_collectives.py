@@ -8,8 +8,6 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker._collectives import _divided_dim, _joined_dim
-from spmd.checker._state import FREE, hidden, normal, plain
 from tests.checker.harness import AXES, is_known, parted, seen, split, varying
 from tests.sampler import share
 
@@ -104,17 +102,6 @@ def test_groups_leave_groups_different():
     except (NotImplementedError, ValueError, TypeError):
         return  # versions of JAX that refuse groups in a typed shard_map
     assert "tp" in found.states[0].different
-
-
-def test_dimensions_that_are_joined_and_cut():
-    block = normal([(3, ("dp", "tp"))])
-    assert _joined_dim(block, ("tp",), 4) == normal([(12, ("dp",))])
-    assert _joined_dim(block, ("dp", "tp"), 8) == plain(24)
-    assert _joined_dim(block, ("dp",), 2) == ((2, ()), (3, ("tp",))), "runs of blocks"
-    assert _joined_dim(block, ("tp", "dp"), 8) is None and _joined_dim(plain(3), ("tp",), 4) is None
-    assert _divided_dim(normal([(12, ("dp",))]), ("tp",), 4) == block
-    assert _divided_dim(hidden(12), ("tp",), 4) is None and _divided_dim(plain(6), ("tp",), 4) is None
-    assert _divided_dim(((8, FREE),), ("tp",), 4) == ((2, FREE),), "a block of a constant is constant"
 
 
 def test_indices_differ_along_their_axis():

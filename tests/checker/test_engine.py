@@ -7,15 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.checker import _engine
-from spmd.checker._dataflow import walk_closed
-from spmd.checker._engine import constant_state
 from spmd.checker._state import FREE, plain, size_of
-from tests.checker.harness import AXES, Inside, mesh, parted, seen, split, varying
-from tests.sampler import dice, seeds, share
+from tests.checker.harness import parted, seen, split, varying
+from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(8, 8)).astype(np.float32)
 W = np.random.default_rng(1).normal(size=(8, 8)).astype(np.float32)
@@ -42,44 +38,6 @@ def test_what_is_known_is_what_the_numbers_say(layout):
     assert [name for name, one in known.items() if not one.agree()] == (["largest"] if "b/" in layout else [])
 
 
-def some_steps(seed):
-    """A body of a few random steps."""
-    rng = dice(seed)
-    names = ["add", "a number", "choice", "nothing"]
-    plan = [(STEPS[rng.choice(names)], rng.randrange(9), rng.randrange(9)) for _ in range(5)]
-
-    def body(x, w):
-        values = [x, w, lax.psum(w, "tp"), x * 0.5]
-        for step, one, two in plan:
-            values.append(step(values[one % len(values)], values[two % len(values)]))
-        return values
-
-    return body
-
-
-NOTHING = {
-    "a piece": lambda x, w: (jnp.cumsum(x, 0), jnp.sort(x * 2.0, 0), x.T @ w),
-    "a sum": lambda x, w: (x.T @ w).sum(0) + lax.all_gather(x, "tp").sum((0, 1)),
-    "a loop": lambda x, w: lax.scan(lambda c, r: (c + 1.0, r * c), 0.0, x)[1],
-}
-
-
-@pytest.mark.parametrize("name", NOTHING)
-def test_what_is_done_to_nothing_changes_nothing(name):
-    """An array without elements lies in any way. The same of rows is a piece's own. XLA compiles not all of these."""
-
-    def axes(x):
-        walk = Inside("kernel", AXES)
-        listed = lambda *args: [varying(v)[None, None] for v in jax.tree.leaves(NOTHING[name](*args))]
-        run = jax.shard_map(listed, mesh=mesh(), in_specs=(P("dp"), P("dp")), out_specs=P("dp", "tp"))
-        walk_closed(walk, jax.jit(run).trace(x, x).jaxpr)
-        assert walk.findings == []
-        return [one.axes for one in walk.outputs[-1][1]]
-
-    assert not any(axes(X[:0]))
-    assert all(axes(X))
-
-
 @pytest.mark.parametrize("made", [lambda x: x.prod(), lambda x: x.max(initial=1.0)])
 def test_what_is_made_of_nothing_is_a_number(made):
     """It is equal everywhere, and not zero. So a sum over devices counts it once per device."""
@@ -87,32 +45,6 @@ def test_what_is_made_of_nothing_is_a_number(made):
     assert found.kinds == ["mixed"]
     right = seen(lambda x, w: lax.psum(w.sum(0), "dp") + made(x), "a/dp b", "a/dp b", args=(X[:0], X))
     assert right.kinds == []
-
-
-class Slow(Inside):
-    """An engine that remembers nothing."""
-
-    def equation(self, eqn, operands):
-        self._memo.clear()
-        return super().equation(eqn, operands)
-
-
-@pytest.mark.parametrize("seed", seeds())
-def test_short_cuts_change_nothing(seed, monkeypatch):
-    """Results that are remembered, and those of elementwise work on values in one state, are those of the whole rule."""
-    stacked = lambda *args: [varying(v)[None, None] for v in some_steps(seed)(*args)]
-    specs = P("dp"), P("dp")
-    run = jax.shard_map(stacked, mesh=mesh(), in_specs=specs, out_specs=P("dp", "tp"))
-    jaxpr = jax.jit(run).trace(X[:, :4], W[:, :4]).jaxpr
-
-    def walked(kind):
-        walk = kind("kernel", AXES)
-        walk_closed(walk, jaxpr)
-        return walk.outputs[-1][1], [(one.kind, one.line) for one in walk.findings]
-
-    quick = walked(Inside)
-    monkeypatch.setattr(_engine, "_unchanged", lambda operands: None)
-    assert walked(Slow) == quick
 
 
 SIZES = {
@@ -141,19 +73,6 @@ def test_blocks_that_nobody_can_place_raise_no_alarm():
 
     found = seen(body, "n/dp/tp", "m", args=(X[0], W[0]))
     assert found.kinds == [] and "tp" in found.states[0].different
-
-
-@pytest.mark.parametrize(
-    "value",
-    [np.zeros((3, 4)), np.ones((3, 4)), np.eye(4), np.arange(3.0)[:, None] * np.ones((1, 4)), np.float32(0), np.empty((0, 2))],
-    ids=str,
-)  # fmt: skip
-def test_constants_are_read_off_their_elements(value):
-    state = constant_state(value)
-    assert state.table is not None and state.zero == (not value.any()) and not state.axes
-    for place, dim in enumerate(state.dims):
-        constant = not value.size or (value == value.take([0], axis=place)).all()
-        assert (dim[0][1] is FREE) == constant
 
 
 def test_faults_are_those_of_the_user():

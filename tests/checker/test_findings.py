@@ -12,39 +12,44 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.checker._finding import found
-from spmd.checker._findings import Findings, report
-from spmd.errors import Fault, ReplicationError
+from spmd.checker import Findings
+from spmd.errors import ReplicationError
 
-ONE = found(Fault("A rule.", "f(x)", None, None, ("a value",)), "layout", "a.py:1 (f)")
-TWO = found(Fault("Another rule.", "g(x)", None, None, ("a value",)), "partial", "a.py:2 (f)", certain=False)
+MESH = spmd.make_mesh(dp=2, tp=4)
+X = jnp.ones((8, 8))
+
+
+def raw(fn, spec):
+    return jax.shard_map(fn, mesh=MESH, in_specs=P("dp", "tp"), out_specs=spec)
+
+
+def kernel(pattern, fn):
+    return spmd.kernel(pattern, mesh=MESH)(fn)
+
+
+def wrong_twice(x):
+    sums = jnp.sqrt((x * x).sum(1, keepdims=True)) * x
+    return sums + jnp.exp(x.sum(1, keepdims=True))
 
 
 def test_there_are_none() -> None:
     assert not Findings()
     assert str(Findings()) == "no findings"
-    report("k", [])
 
 
 def test_each_is_said_once_and_knows_its_line() -> None:
     with pytest.raises(ReplicationError) as caught:
-        report("k", [ONE, TWO, ONE])
-    assert caught.value.findings == (ONE, TWO)
-    assert [one.kind for one in caught.value.findings] == ["layout", "partial"]
-    assert [one.line for one in caught.value.findings] == ["a.py:1 (f)", "a.py:2 (f)"]
-    assert "k: 2 values" in str(caught.value)
-    assert f"(1) {ONE}" in str(caught.value) and f"(2) {TWO}" in str(caught.value)
+        kernel("b/dp d/tp -> b/dp d/tp", wrong_twice)(X)
+    one, two = caught.value.findings
+    assert one.line != two.line and all(line.endswith(" (wrong_twice)") for line in (one.line, two.line))
+    assert "wrong_twice: " in str(caught.value) and "2 values" in str(caught.value)
+    assert f"(1) {one}" in str(caught.value) and f"(2) {two}" in str(caught.value)
 
 
 def test_one_is_an_error_without_a_number() -> None:
     with pytest.raises(ReplicationError) as caught:
-        report("k", [ONE])
-    assert "(1)" not in str(caught.value) and "A rule." in str(caught.value)
-
-
-def test_a_warning_says_the_same() -> None:
-    with pytest.warns(UserWarning, match="Another rule"):
-        report("k", [ONE, TWO], "warn")
+        kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax)(X)
+    assert "(1)" not in str(caught.value) and caught.value.findings[0].rule in str(caught.value)
 
 
 @pytest.mark.parametrize("how", ["error", "warn"])
@@ -61,18 +66,6 @@ def test_a_kernel_says_what_becomes_of_them(how: str) -> None:
         else pytest.warns(UserWarning, match="take tanh after the sum is complete")
     ):
         wrong(jnp.ones((4, 4)))
-
-
-MESH = spmd.make_mesh(dp=2, tp=4)
-X = jnp.ones((8, 8))
-
-
-def raw(fn, spec):
-    return jax.shard_map(fn, mesh=MESH, in_specs=P("dp", "tp"), out_specs=spec)
-
-
-def kernel(pattern, fn):
-    return spmd.kernel(pattern, mesh=MESH)(fn)
 
 
 # Bodies that hold no line of the user's, or whose finding is at none.
@@ -182,8 +175,9 @@ def test_noise_in_an_output_says_so() -> None:
 
 
 def test_a_notebook_shows_a_row_for_each() -> None:
-    html = Findings([ONE, TWO])._repr_html_()
-    assert "2 findings" in html and html.count("<tr") == 3 and "A rule." in html and "a.py:2 (f)" in html
+    found = spmd.check(kernel("b/dp d/tp -> b/dp d/tp", wrong_twice), X)
+    html = found._repr_html_()
+    assert "2 findings" in html and html.count("<tr") == 3 and all(one.line in html for one in found)
     assert "no findings" in Findings()._repr_html_()
 
 

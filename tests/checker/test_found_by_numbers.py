@@ -40,25 +40,6 @@ def kernel(pattern: str, fn: Callable[..., Any], mesh: Any = DP) -> Any:
 # --- halos by hand -----------------------------------------------------------------------------------------------
 
 
-def in_a_loop(by: int) -> Any:
-    def step(_: Any, x: Any) -> Any:
-        return x - 0.1 * jnp.concatenate([shifted(x[-1:], by), x[:-1]])
-
-    return kernel("a/dp b -> a/dp b", lambda x: lax.fori_loop(0, 3, step, x))
-
-
-def smoothed(width: int) -> Any:
-    """Two steps of a stencil on a block with so many neighbours' elements: one is too few."""
-
-    def body(x: Any) -> Any:
-        wide = jnp.concatenate([shifted(x[-width:], 1), x, shifted(x[:width], -1)])
-        for _ in range(2):
-            wide = (jnp.roll(wide, 1) + wide + jnp.roll(wide, -1)) / 3
-        return wide[width:-width]
-
-    return kernel("a/dp -> a/dp", body)
-
-
 # --- rings -------------------------------------------------------------------------------------------------------
 
 
@@ -85,26 +66,6 @@ def ring_attention(rescaled: bool) -> Any:
 # --- numbers that are a device's own -----------------------------------------------------------------------------
 
 
-def counted(size: Callable[[Any], Any]) -> Any:
-    return kernel("b/dp -> b/dp", lambda x: x * size(x))
-
-
-def behind_a_loop(how: Callable[[Any], Any]) -> Any:
-    return kernel("b/dp d -> scalar", lambda x: how(lax.map(lambda row: jnp.sin(row).sum(), x)))
-
-
-def sorted_by_expert(typed: bool) -> Any:
-    """The rows of this device's experts first. JAX types what `argsort` gives equal, though its keys differ."""
-
-    def body(x: Any) -> Any:
-        mine = jnp.arange(8) * 5 % 8 * lax.axis_size("dp") // 8 == lax.axis_index("dp")
-        order = jnp.argsort(jnp.where(mine, 0, 1))
-        own = lax.pcast(x, ("dp",), to="varying") if typed else x
-        return spmd.psum(jnp.where(mine[order], own[order] ** 2, 0.0).sum(), "{U:dp} -> scalar")
-
-    return kernel("n -> scalar", body)
-
-
 # --- caches ------------------------------------------------------------------------------------------------------
 
 
@@ -121,31 +82,6 @@ def appended(guarded: bool) -> Any:
 
 
 # --- gradients ---------------------------------------------------------------------------------------------------
-
-
-def completed_by(rule: Callable[[Any], Any]) -> Any:
-    """A sum over devices whose backward rule is written by hand."""
-
-    @jax.custom_vjp
-    def scaled(w: Any, x: Any) -> Any:
-        return x * w[None]
-
-    scaled.defvjp(
-        lambda w, x: (scaled(w, x), (w, x)), lambda kept, ct: (rule((ct * kept[1]).sum(0)), ct * kept[0][None])
-    )
-    return kernel("d, b/dp d -> b/dp d", lambda w, x: scaled(w, x))
-
-
-def per_sample(deferred: bool) -> Any:
-    def loss(w: Any, s: Any) -> Any:
-        return jnp.sin(w @ s)
-
-    def body(w: Any, s: Any) -> Any:
-        own = spmd.defer(w, "p -> p {R:dp}") if deferred else w
-        squares = (jax.vmap(jax.grad(loss), (None, 0))(own, s) ** 2).sum(0)
-        return spmd.psum(squares, "p {U:dp} -> p") if deferred else squares
-
-    return kernel("p, s/dp p -> p", body)
 
 
 def decayed(every: bool) -> Any:
@@ -166,21 +102,8 @@ def decayed(every: bool) -> Any:
 
 SQUARE = (struct(8, 4),)
 PAIRS: dict[str, Pair] = {
-    "wrong edge in a loop": Pair(in_a_loop(1), in_a_loop(-1), SQUARE),
-    "halo of one for a stencil of two": Pair(smoothed(2), smoothed(1), (struct(16),)),
     "sums of a ring not rescaled": Pair(ring_attention(True), ring_attention(False), (struct(8, 4),) * 3),
-    "a number from .shape": Pair(counted(lambda x: spmd.size("b")), counted(lambda x: x.shape[0]), (struct(8),)),
-    "a mean behind a loop": Pair(
-        behind_a_loop(lambda y: lax.pmean(y.mean(), "dp")), behind_a_loop(lambda y: lax.psum(y.mean(), "dp")), SQUARE
-    ),
-    "argsort of keys that differ": Pair(sorted_by_expert(True), sorted_by_expert(False), (struct(8),)),
     "a cache written past its block": Pair(appended(True), appended(False), (struct(8, 4), struct(4), np.int32(5))),
-    "pmean for psum in a backward rule": Pair(
-        completed_by(lambda ct: lax.psum(ct, "dp")),
-        completed_by(lambda ct: lax.pmean(ct, "dp")),
-        (struct(4), struct(8, 4)),
-    ),
-    "per-sample gradients": Pair(per_sample(True), per_sample(False), (struct(4), struct(8, 4))),
     "a state without its decay": Pair(decayed(True), decayed(False), (struct(16),)),
 }
 

@@ -103,3 +103,18 @@ def test_sums_of_integers_keep_their_dtype() -> None:
     order = np.random.default_rng(1).permutation(16).astype(np.int32)
     plain = lambda order: jnp.argsort(order).astype(jnp.int32)
     assert spmd.check(inverse, order, reference=plain).verdict.kind == "tested"
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_each_kind_of_struct_has_a_draw(wrong: bool) -> None:
+    """Keys, numbers with an imaginary part, masks and counts."""
+
+    @kernel("k, n/dp, n/dp, n/dp -> n/dp, scalar")
+    def mixed(keys: Any, mask: Any, c: Any, i: Any) -> Any:
+        noise = jax.random.normal(keys[0], ())
+        total = jnp.where(mask, (c * jnp.conj(c)).real, noise) + i.astype(jnp.float32)
+        return total, lax.psum(total.sum(), "dp") / (lax.axis_size("dp") if wrong else 1)
+
+    structs = [jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))]
+    structs += [jax.ShapeDtypeStruct((32,), dtype) for dtype in ("bool", "complex64", "int32")]
+    assert spmd.check(mixed, *structs).verdict.kind in (("wrong",) if wrong else ("proved", "tested"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+import spmd
 from tests.checker import wrong_programs
 from tests.checker.harness import AXES, SHAPE, check, mark, mesh, message, rows, varying
 from tests.checker.messages import GOLDEN
@@ -100,3 +104,89 @@ def test_a_finding_is_told_where_every_advice_fails(name: str, monkeypatch: pyte
     said = message(getattr(wrong_programs, name))
     assert facts_of(said) == facts_of(GOLDEN[name])
     assert set(fixes_of(said)) <= {'spmd.psum(result, "... {U:tp} -> ...")'}
+
+
+def test_an_identity_beside_data_does_not_count() -> None:
+    """JAX makes `jnp.eye` of two aranges. What data went into does not count from 0."""
+
+    def first_rows(x: Any) -> Any:
+        whole = lax.all_gather(x, "dp", tiled=True)
+        return ((jnp.outer(whole, whole) + jnp.eye(16)) @ whole)[:4]
+
+    kernel = spmd.kernel("n/dp -> n/dp", mesh=spmd.make_mesh(dp=4))(first_rows)
+    [finding] = spmd.check(kernel, jax.ShapeDtypeStruct((16,), "float32"))
+    assert "holds the same block" in finding.rule and "arange" not in str(finding)
+
+
+MEANS = {
+    "nonlinear": (lambda x: x * lax.rsqrt(jnp.mean(x**2, axis=1, keepdims=True)), lambda x, m: x * lax.rsqrt(m(x**2))),
+    "blocks": (lambda x: x - jnp.mean(x, axis=1)[:, None], lambda x, m: x - m(x)),
+    "equal": (lambda x: x / (jnp.mean(x, axis=1, keepdims=True) + 2.0), lambda x, m: x / (m(x) + 2.0)),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+def test_a_mean_of_blocks_is_not_to_be_summed(name: str) -> None:
+    """The sum of the means of blocks is not a mean. What the advice says gives the numbers of whole arrays."""
+    wrong, right = MEANS[name]
+    kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
+    x = jnp.arange(64.0).reshape(4, 16) + 1
+    with pytest.raises(spmd.errors.ReplicationError) as raised:
+        kernel(wrong)(x)
+    assert re.search(r'reduce\(.*, "b/dp d/tp -> b/dp( 1)?", op="mean"\)', str(raised.value))
+    assert "psum" not in str(raised.value)
+    mended = kernel(lambda x: right(x, lambda y: spmd.reduce(y, "b/dp d/tp -> b/dp 1", "mean")))
+    np.testing.assert_allclose(mended(x), right(x, lambda y: y.mean(1, keepdims=True)), rtol=1e-6)
+
+
+def test_a_sum_is_to_be_summed() -> None:
+    kernel = spmd.kernel("b/dp d/tp -> b/dp d/tp", mesh=spmd.make_mesh(dp=2, tp=4))
+    with pytest.raises(spmd.errors.ReplicationError) as raised:
+        kernel(lambda x: x * lax.rsqrt(jnp.sum(x**2, axis=1, keepdims=True)))(jnp.ones((4, 16)))
+    assert str(raised.value).endswith('\nfix: spmd.reduce(x**2, "b/dp d/tp -> b/dp 1")')
+
+
+# --- what a value was made by -----------------------------------------------------------------------------------
+
+MEAN = 'advice: a mean of each device\'s own block: reduce(<what is averaged>, "<its layout> -> b/tp", "mean")'
+SUM = 'fix: spmd.psum(x, "b/tp {U:dp} -> b/tp")'
+MADE = {
+    "a maximum": (lambda x: x.max(0), 'fix: spmd.reduce(x, "a/dp b/tp -> b/tp", op="max")'),
+    "a maximum of what is computed": (
+        lambda x: jnp.sin(x).max(0),
+        'fix: spmd.reduce(jnp.sin(x), "a/dp b/tp -> b/tp", op="max")',
+    ),
+    "a mean": (lambda x: jnp.mean(x, 0), 'fix: spmd.reduce(x, "a/dp b/tp -> b/tp", op="mean")'),
+    "a mean of another type": (lambda x: jnp.mean(x.astype("bfloat16"), 0), MEAN),
+    "a sum over its number": (lambda x: x.sum(0) / 4, f"{MEAN};\n        a sum that is divided by a number of all"),
+    "a sum over another number": (lambda x: x.sum(0) / 3, SUM),
+    "a sum of sums": (lambda x: x.sum(0) + jnp.sin(x).sum(0), SUM),
+    "a mean less a sum": (lambda x: jnp.mean(x, 0) - x.sum(0), "advice: it depends on what each device holds:"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_what_a_value_was_made_by_decides_what_is_offered(name: str) -> None:
+    body, told = MADE[name]
+    kernel = spmd.kernel("a/dp b/tp -> b/tp", mesh=mesh())(lambda x: spmd.annotate(body(x), "b/tp"))
+    with pytest.raises(spmd.errors.ReplicationError) as raised:
+        kernel.trace(jax.ShapeDtypeStruct(SHAPE, "float32"))
+    assert told in str(raised.value)
+
+
+def test_a_maximum_that_dots_claim_of_the_whole() -> None:
+    kernel = spmd.kernel("a/dp b/tp -> b/tp", mesh=mesh())(lambda x: spmd.annotate(x.max(0), "..."))
+    with pytest.raises(spmd.errors.ReplicationError, match="the max of each device's own block: reduce"):
+        kernel.trace(jax.ShapeDtypeStruct(SHAPE, "float32"))
+
+
+def test_a_call_in_a_loop_that_mixes_the_rows_of_devices() -> None:
+    """The mean closes an axis that its string does not name. It is a finding though numbers may agree."""
+
+    @spmd.kernel("e/dp b -> e/dp b", mesh=mesh())
+    def centred(x: Any) -> Any:
+        return lax.map(lambda row: row * spmd.reduce(row, "b -> scalar", "mean"), x)
+
+    [finding] = spmd.check(centred, X)
+    assert finding.kind == "closed" and "made in a loop or vmap over a dimension that dp divides" in str(finding)
+    assert str(finding).endswith('the dimension that dp divides in the string: reduce(x, "e/dp b -> e/dp", ...)')

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 import spmd
-from spmd.checker import Trial
-from spmd.checker._dataflow import Dataflow, walk_closed
-from spmd.checker._numbers import Difference
-from spmd.checker._verdict import but_for_noise, is_meant
 
 X = jax.ShapeDtypeStruct((8, 3), "float32")
 
@@ -23,13 +17,8 @@ def folded(*axes):
     return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
 
 
-def walked(body, spec=("dp",)):
-    """The walk over a body whose argument is divided so."""
-    mesh = spmd.make_mesh(dp=4, tp=2)
-    run = jax.shard_map(body, mesh=mesh, in_specs=jax.P(*spec), out_specs=jax.P(("dp", "tp")))
-    walk = Dataflow("", ("dp", "tp"))
-    walk_closed(walk, jax.make_jaxpr(run)(X if len(spec) == 1 else jax.ShapeDtypeStruct((8, 4), "float32")))
-    return walk
+def found(body, pattern="b/dp d -> b/dp e", x=X):
+    return spmd.check(spmd.kernel(pattern, mesh=spmd.make_mesh(dp=4, tp=2), check="off")(body), x)
 
 
 def dropout(x, *axes):
@@ -46,54 +35,52 @@ def rows(x):
     return lax.map(lambda row_key: row_key[0] + jax.random.normal(row_key[1], (3,)), (x, keys))
 
 
+def one_copy(x):
+    """Of copies along tp, made equal."""
+    return lax.pmean(x, "tp")
+
+
 MEANT = {
-    "of each device's own rows": lambda x: x + jax.random.normal(folded("dp"), (2, 3)),
+    "of each device's own rows": lambda x: x + jax.random.normal(folded("dp"), x.shape),
     "of each row of a loop": rows,
     "of a dropout": lambda x: dropout(x, "dp"),
     "of a dropout beside another choice": lambda x: jnp.where(dropout(x, "dp") > 0, jnp.ones(x.shape), 0.0),
     "of two layers": lambda x: shared(shared(x, folded("dp")), jax.random.fold_in(folded("dp"), 1)),
-    "times equal weights": lambda x: x + jax.random.normal(folded("dp"), (2, 3)) * jnp.arange(3.0)[None],
-    "of each row": lambda x: x * jax.random.normal(folded("dp"), (2, 1)),
-    "by a product": lambda x: jnp.einsum("bd,bd->b", x, jax.random.normal(folded("dp"), (2, 3)))[:, None],
-    "that leave the body": lambda x: jax.random.normal(folded("dp"), (2, 3)),
+    "times equal weights": lambda x: x + jax.random.normal(folded("dp"), x.shape) * jnp.arange(3.0)[None],
+    "of each row": lambda x: x * jax.random.normal(folded("dp"), (x.shape[0], 1)),
+    "by a product": lambda x: jnp.einsum("bd,bd->b", x, jax.random.normal(folded("dp"), x.shape))[:, None],
+    "that leave the body": lambda x: jax.random.normal(folded("dp"), x.shape),
 }
 WRONG = {
-    "of one key": lambda x: x + jax.random.normal(folded(), (2, 3)),
-    "of copies along tp alone": lambda x: x + jax.random.normal(folded("tp"), (2, 3)),
-    "of copies along tp": lambda x: x + jax.random.normal(folded("dp", "tp"), (2, 3)),
-    "of copies in a dropout": lambda x: dropout(x, "dp", "tp"),
+    "of one key": lambda x: x + jax.random.normal(folded(), x.shape),
+    "of copies along tp alone": lambda x: one_copy(x + jax.random.normal(folded("tp"), x.shape)),
+    "of copies along tp": lambda x: one_copy(x + jax.random.normal(folded("dp", "tp"), x.shape)),
+    "of copies in a dropout": lambda x: one_copy(dropout(x, "dp", "tp")),
     "one row for a whole block": lambda x: x + jax.random.normal(folded("dp"), (1, 3)),
     "one number for a whole block": lambda x: x * jax.random.normal(folded("dp"), ()),
     "a matrix for each block": lambda x: x @ jax.random.normal(folded("dp"), (3, 3)),
-    "of copies in the second layer": lambda x: dropout(dropout(x, "dp"), "dp", "tp"),
+    "of copies in the second layer": lambda x: one_copy(dropout(dropout(x, "dp"), "dp", "tp")),
 }
+QUIET = "with one number in place of all random ones, which depend on the mesh"
 
 
 @pytest.mark.parametrize("name", MEANT)
 def test_numbers_are_meant_for_own_blocks(name):
-    assert is_meant(walked(MEANT[name]))
+    told = found(MEANT[name])
+    assert told.verdict.kind == "tested" and QUIET in str(told.verdict), told.verdict
 
 
 @pytest.mark.parametrize("name", WRONG)
 def test_numbers_are_not_meant(name):
-    assert not is_meant(walked(WRONG[name]))
+    told = found(WRONG[name])
+    assert told.verdict.kind == "wrong" and {one.kind for one in told} <= {"noise", "numbers", "copies"}, told
 
 
 def test_blocks_along_two_axes_have_numbers_along_both():
-    both = lambda x, *axes: x + jax.random.normal(folded(*axes), (2, 2))
-    assert is_meant(walked(lambda x: both(x, "dp", "tp"), ("dp", "tp")))
-    assert not is_meant(walked(lambda x: both(x, "dp"), ("dp", "tp")))
-
-
-def test_what_is_meant_is_tried_without_noise():
-    meant, wrong = walked(MEANT["of a dropout"]), walked(WRONG["of copies in a dropout"])
-    sizes = {"dp": 4, "tp": 2}
-    trial, quiet = Trial(sizes, (Difference((), "", ""),)), Trial(sizes, quiet=True)
-    assert but_for_noise(trial, meant).why.startswith("its random numbers depend on the mesh")
-    assert but_for_noise(replace(trial, quieted=lambda: quiet), meant) is quiet
-    assert but_for_noise(replace(trial, quieted=lambda: quiet), wrong).wrong
-    agrees = Trial(sizes)
-    assert but_for_noise(agrees, meant) is agrees
+    both = lambda *axes: lambda x: x + jax.random.normal(folded(*axes), x.shape)
+    struct = jax.ShapeDtypeStruct((8, 4), "float32")
+    assert found(both("dp", "tp"), "b/dp d/tp -> b/dp d/tp", struct).verdict.kind == "tested"
+    assert found(both("dp"), "b/dp d/tp -> b/dp d/tp", struct).verdict.kind == "wrong"
 
 
 def test_copies_with_other_numbers_are_found():

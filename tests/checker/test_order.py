@@ -12,59 +12,13 @@ import pytest
 
 import spmd
 from spmd import nn, parallel
-from spmd.checker._state import (
-    Order,
-    State,
-    claimed_order,
-    differing_orders,
-    hidden,
-    kept_order,
-    normal,
-    order_pair,
-    plain,
-    with_order,
-)
 from spmd.parallel.sequence import PLACEMENTS
 from tests.sampler import mixed, rare, share
 
-CP = ("cp",)
-BLOCK = normal([(4, CP)])
-ZIGZAG, STRIPED = Order("zigzag", CP, 3), Order("striped", CP, 5)
 TURN = nn.rotary_frequencies(8)
 
 
-def state(*dims, order=()):
-    return State(dims, order=frozenset(order))
-
-
 # --- from value to value ----------------------------------------------------------------------------------------
-
-
-def test_a_block_of_the_same_size_keeps_its_order() -> None:
-    one = state(plain(2), BLOCK, order=[ZIGZAG])
-    assert kept_order([one], (BLOCK,)) == {ZIGZAG}
-    assert kept_order([one], (normal([(2, ()), (4, CP)]),)) == {ZIGZAG}  # merged with what is before it
-    assert kept_order([one], (normal([(2, CP)]),)) == frozenset()
-    assert kept_order([one], (hidden(4),)) == frozenset()
-    assert kept_order([one, state(BLOCK)], (BLOCK,)) == {ZIGZAG}
-
-
-def test_of_two_that_say_the_same_the_first_is_kept_and_of_two_that_differ_none() -> None:
-    one, later, other = (state(BLOCK, order=[o]) for o in (ZIGZAG, ZIGZAG._replace(at=9), STRIPED))
-    assert kept_order([later, one], (BLOCK,)) == {ZIGZAG}
-    assert kept_order([one, other], (BLOCK,)) == frozenset()
-    assert differing_orders([one, later]) is None
-    assert differing_orders([one, state(BLOCK), other]) == (ZIGZAG, STRIPED)
-    assert differing_orders([one, state(hidden(4), order=[STRIPED])]) is None
-    assert order_pair(ZIGZAG, STRIPED) == order_pair(STRIPED, ZIGZAG._replace(at=1))
-
-
-def test_what_is_said_is_compared_and_then_believed() -> None:
-    one = state(BLOCK, order=[ZIGZAG])
-    assert claimed_order(one, STRIPED) == ZIGZAG
-    assert claimed_order(one, ZIGZAG._replace(at=7)) is None
-    assert claimed_order(one, Order("striped", ("ep",), 1)) is None
-    assert with_order(one, STRIPED) == {STRIPED}
 
 
 # --- whole programs ---------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd.checker import _arbiter
 
 FOUR = spmd.make_mesh(dp=4)
 BOTH = spmd.make_mesh(dp=2, tp=4)
@@ -254,15 +253,6 @@ def test_a_size_on_a_mesh_of_ones_is_that_size() -> None:
         return x * w[None] + lax.psum((w * w).sum() / one.shape["dp"] + 0 * x.sum(), "dp")
 
     body.trace(ROWS, struct(5))
-
-
-def test_a_reading_that_nobody_can_follow_to_the_mesh_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mean of eight rows divides by 8 on the mesh of ones alone: there two numbers would be read as one size."""
-    monkeypatch.setattr(_arbiter, "_SCALES", ((1.0, 1.0),))  # a later draw would find it
-    sizes = {"dp": 2}
-    mesh = spmd.make_mesh(**sizes)
-    body = spmd.kernel("b/dp c -> c", mesh=mesh, check="off")(lambda x: lax.psum(x.mean(0) * 8.0, "dp"))
-    assert _arbiter.tried(body, (ROWS,), mesh, sizes, written={"dp": 8}).wrong
 
 
 def test_a_factor_that_a_derivative_makes_is_no_size() -> None:

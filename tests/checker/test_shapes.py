@@ -11,9 +11,6 @@ import pytest
 from jax import lax
 
 import spmd
-from spmd._jaxprs.walker import equations
-from spmd.checker._shapes import RULES, _apart
-from spmd.checker._state import axes_of_dim, normal, size_of
 from tests.checker.harness import is_known, parted, seen
 from tests.sampler import share
 
@@ -79,15 +76,6 @@ def test_reshapes_there_and_on(layout, sizes):
     assert seen(body, layout, args=(x,)).agree() >= (3 if 1 not in sizes else 0)
 
 
-def test_factors_are_taken_apart():
-    block = (3, ("tp",))
-    assert _apart([(2, ()), block], [2, 3]) == [((2, ()),), (block,)]
-    assert _apart([(2, ()), block], [6]) == [((2, ()), block)]
-    assert [axes_of_dim(dim) for dim in _apart([(6, ("tp",))], [3, 2])] == [("tp",), ()], "the leading part is divided"
-    for sizes in ([4, 3], [12], [2, 6], [2, 2, 3], [3, 4]):
-        assert [size_of(dim) for dim in _apart(normal([(4, ()), block]), sizes)] == sizes
-
-
 def test_own_blocks_are_blocks():
     """A slice that starts where `axis_index` says is this device's block; one that starts elsewhere is not."""
 
@@ -125,20 +113,6 @@ def test_noise_of_one_key_is_the_same_everywhere():
     found = seen(body, "scalar", "n/dp", args=(jax.random.key(0), keys))
     assert found.agree() >= 1 and not found.states[0].axes
     assert "dp" in found.states[1].axes
-
-
-def test_every_rule_has_a_test_here():
-    """Operations of the same rule count once; arithmetic in place goes through the same rule as `set`."""
-    traced = [jax.make_jaxpr(body)(X) for body, _, _ in OPERATIONS.values()]
-    names = {eqn.primitive.name for jaxpr in traced for eqn in equations(jaxpr)} | {
-        "iota",
-        "random_bits",
-        "random_fold_in",
-    }
-    untried = {name for name, rule in RULES.items() if not any(RULES.get(other) is rule for other in names)}
-    assert untried <= {"split", "stack", "unstack", "tile", "pvary", "pcast"}, (
-        "JAX writes these otherwise, in some versions"
-    )
 
 
 def test_the_derivative_of_a_scatter_numbers_its_updates(mesh):
@@ -180,3 +154,50 @@ def test_which_of_equal_elements_a_device_picks_makes_no_difference(mode):
     x = jax.ShapeDtypeStruct((2, 4), jnp.float32)
     found = spmd.check(spmd.kernel("a/dp b/tp -> scalar", mesh=spmd.make_mesh(dp=2, tp=4), check="off")(body), x)
     assert not found
+
+
+def test_other_rows_of_each_term_are_no_terms_of_a_sum():
+    """Each device looks up indices of its own in its term of a table."""
+    table, at = np.ones((8, 8), np.float32), np.arange(8, dtype=np.int32)
+    found = seen(lambda x, i: jnp.take(x.sum(0), i, mode="clip"), "a/dp b", "n/dp", args=[table, at])
+    assert not found.states[0].partial and found.states[0].different == {"dp"}
+
+
+def convolved_with_itself(row):
+    return lax.conv_general_dilated(row[None], row[None], (1,), "SAME")[0, 0]
+
+
+RIGHT = {
+    "rows in another order of axes": ("n/tp/dp -> n/tp/dp", lambda x: lax.map(jnp.sin, x)),
+    "rows of rows": ("a/dp b -> a/dp b", lambda x: lax.map(lambda row: lax.map(jnp.sin, row), x)),
+    "every second of a divided dimension": ("a b/dp -> a c/dp", lambda x: x[:, ::2] + x[:, 1::2]),
+    "all rows by their numbers": ("a/dp b -> a/dp b", lambda x: x[jnp.arange(x.shape[0])]),
+    "own block of a block by rows": (
+        "a/dp b -> a/dp/tp b",
+        lambda x: jnp.take(x, lax.axis_index("tp") * 2 + jnp.arange(2), axis=0, mode="clip"),
+    ),
+    "own block, row by row": (
+        "a b/dp -> a b/dp/tp",
+        lambda x: jax.vmap(lambda row: lax.dynamic_slice_in_dim(row, lax.axis_index("tp") * 2, 2))(x),
+    ),
+    "some elements of a partial sum, doubled": (
+        "a/dp b -> b",
+        lambda x: spmd.psum(x.sum(0).at[1:].multiply(2.0), "b {U:dp} -> b"),
+    ),
+    "divided features are contracted, row by row": (
+        "a b/dp c -> a c",
+        lambda x: spmd.psum(jax.vmap(convolved_with_itself)(x), "a c {U:dp} -> a c"),
+    ),
+    "a batch of tridiagonal systems": (
+        "a/dp b c -> a/dp b c",
+        lambda x: lax.linalg.tridiagonal_solve(x[..., 0], x[..., 1], x[..., 2], x),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_programs_raise_no_alarm(mesh, name):
+    pattern, body = RIGHT[name]
+    rank = len(pattern.partition("->")[0].split())
+    x = jax.ShapeDtypeStruct((16, 16) if rank == 2 else (16, 4, 4) if rank == 3 else (16,), "float32")
+    assert not spmd.check(spmd.kernel(pattern, mesh=mesh)(body), x)

@@ -6,11 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import pytest
 
 import spmd
-from spmd.checker._arguments import Names, fewer_devices
 
 LARGE = spmd.make_mesh(dp=64, tp=8, abstract=True)
 
@@ -65,20 +62,3 @@ def test_what_no_kernel_names_keeps_its_size() -> None:
     )
     verdict = spmd.check(summed, struct(8192, 4096)).verdict
     assert verdict.kind == "not tested" and "smaller structs can be compared" in str(verdict)
-
-
-def test_fewer_devices() -> None:
-    assert fewer_devices({"dp": 4, "tp": 8}) == {"dp": 4, "tp": 8}
-    assert fewer_devices({"dp": 64, "tp": 6, "pp": 7, "cp": 1}) == {"dp": 4, "tp": 3, "pp": 7, "cp": 1}
-    assert fewer_devices({"dp": 64, "tp": 6}, 2) == {"dp": 2, "tp": 2}
-
-
-@pytest.mark.parametrize("least", [0, 5])
-def test_distinct_sizes(least: int) -> None:
-    names = Names([{"x": 2, "y": 2, "z": 3}], ["d"])
-    sizes = {"a": 96, "b": 100, "c": 102, "d": 4}
-    names.add(0, list(zip(spmd.Layout("a/x b/y c/z d").dims, sizes.values(), strict=True)), sizes)
-    found = {name: n for (name, _), n in names.smallest(least).items()}
-    assert len(set(found.values())) == 3 and 4 not in found.values() and "d" not in found
-    assert all(found[name] % n == 0 and found[name] >= max(2 * n, least) for name, n in (("a", 2), ("b", 2), ("c", 3)))
-    assert names.resized([np.zeros((96, 100, 102, 4))], names.smallest(least))[0].shape == (*found.values(), 4)

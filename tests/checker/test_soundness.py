@@ -1,4 +1,4 @@
-"""The pass against the truth: what it calls equal or constant is that when it is run; random_bodies.py has the rest."""
+"""The pass against the truth: what it calls equal or constant is that when it is run."""
 
 from __future__ import annotations
 

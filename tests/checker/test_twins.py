@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import pytest
 
 import spmd
-from tests.checker.pasting import mended, sent
+from tests.checker.pasting import SENDS, mended, said, sent
+from tests.checker.twins.layers import load_layers, rows
 from tests.checker.twins.registry import (  # fmt: skip
     MISSED,
     Pair,
@@ -28,9 +29,11 @@ from tests.checker.twins.registry import (  # fmt: skip
     why_missed,
 )
 from tests.conftest import case_count
+from tests.errors.registry import fixes_of
 from tests.sampler import first_seed, share
 
-PAIRS = list(load().values())
+PAIRS, LAYERS = list(load().values()), list(load_layers().values())
+EVERY = [*PAIRS, *LAYERS]
 LISTED = dict(line.split(": ", 1) for line in MISSED.read_text().splitlines())
 SAMPLE = random.Random(first_seed()).sample(PAIRS, min(3 * case_count(), len(PAIRS)))
 
@@ -47,12 +50,12 @@ ALONE = {
     "power_of_a_block",
     "constants_fit_anywhere",
 }
-SHARED = share(PAIRS, always=[pair for pair in PAIRS if pair.name in ALONE])
+SHARED = share(EVERY, always=[pair for pair in PAIRS if pair.name in ALONE])
 a_share = pytest.mark.parametrize("pair", SHARED, ids=named)
 some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
 
 
-@pytest.mark.parametrize("pair", share(PAIRS, times=2), ids=named)
+@pytest.mark.parametrize("pair", share(EVERY, times=2), ids=named)
 def test_a_pasted_fix_sends_no_more_than_the_right_body(pair: Pair) -> None:
     names, args = list(inspect.signature(pair.mistaken).parameters), pair.arguments()
     body, lines = mended(pair.kernel, pair.mistaken, names, args)
@@ -70,8 +73,8 @@ def test_the_mistake_is_found(pair: Pair) -> None:
 
 def test_the_page_says_how_many_are_found() -> None:
     page = (Path(__file__).parents[2] / "docs/pages/checker.md").read_text()
-    found = len(PAIRS) - sum(pair.name in LISTED for pair in PAIRS)
-    assert f"{len(PAIRS)} wrong programs" in page and f"finds {found} of them" in page
+    found = len(EVERY) - sum(pair.name in LISTED for pair in EVERY)
+    assert f"{len(EVERY)} wrong programs" in page and f"finds {found} of them" in page
 
 
 @a_share
@@ -159,7 +162,7 @@ def test_raw_code_is_checked_too(pair: Pair) -> None:
     assert not any(one.certain for one in findings(pair, pair.correct, raw=True))
 
 
-@some_pairs
+@pytest.mark.parametrize("pair", [*SAMPLE, *share(LAYERS, times=2)], ids=named)
 def test_numbers_say_which_one_is_right(pair: Pair) -> None:
     """In plain JAX, unchecked: the right body gives the whole arrays' numbers and gradients, and the wrong one others."""
     want = truth(pair)
@@ -171,7 +174,7 @@ def test_numbers_say_which_one_is_right(pair: Pair) -> None:
 
 
 def test_the_list_of_the_missed_names_pairs() -> None:
-    assert set(LISTED) <= {pair.name for pair in PAIRS}
+    assert set(LISTED) <= {pair.name for pair in EVERY}
 
 
 def test_twins_have_the_same_signature() -> None:
@@ -191,3 +194,28 @@ def test_sizes_hide_nothing() -> None:
             for name in layout.names:
                 blocks = math.prod(pair.mesh[axis] for axis in layout.axes_of(name))
                 assert pair.sizes[name] % blocks == 0 and pair.sizes[name] > blocks, f"{pair.name}: {name}"
+
+
+# -------------------- layers
+
+
+def test_the_page_has_each_mistake_with_layers() -> None:
+    assert list(rows()) == [pair.name for pair in LAYERS]
+
+
+@pytest.mark.parametrize("pair", share(LAYERS, times=2), ids=named)
+def test_a_first_call_says_what_types_suspect(pair: Pair) -> None:
+    if pair.kinds == ("numbers",):
+        jax.eval_shape(pair.kernel(pair.mistaken), *pair.arguments())
+    else:
+        with pytest.raises(spmd.errors.ReplicationError):
+            jax.eval_shape(pair.kernel(pair.mistaken), *pair.arguments())
+
+
+@pytest.mark.parametrize("given", ["computed values", "the arguments"])
+@pytest.mark.parametrize("pair", share(pair for pair in LAYERS if " forgotten" in pair.name), ids=named)
+def test_where_a_keyword_is_forgotten_nothing_is_moved_in_its_place(pair: Pair, given: str) -> None:
+    body = inspect.unwrap(pair.mistaken) if given == "the arguments" else pair.mistaken
+    text = said(pair.kernel(body), pair.arguments())
+    assert text
+    assert not any(line.startswith(f"spmd.{verb}(") for line in fixes_of(text) for verb in SENDS)

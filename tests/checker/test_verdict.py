@@ -15,10 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import spmd
-from spmd.checker import Trial
-from spmd.checker._finding import found
-from spmd.checker._verdict import Verdict, confirmed, judge
-from spmd.errors import Fault, ReplicationError
+from spmd.checker import Verdict
+from spmd.errors import ReplicationError
 
 X = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
 SIZES = {"dp": 2, "tp": 4}
@@ -56,36 +54,16 @@ def test_a_mesh_without_devices_is_followed_as_well(kind: AxisType) -> None:
 
 
 def test_what_each_says() -> None:
-    agrees, differs = Trial(SIZES, gradients=True), Trial(SIZES, differences=(object(),))
-    assert str(judge([], agrees, [])) == (
-        "no findings: proved. On dp=2, tp=4 the results and gradients are those of one device"
-    )
-    assert str(judge([], agrees, ["a.py:1 (f)", "b", "c", "d"])) == (
-        "no findings: tested. On dp=2, tp=4 the results and gradients are those of one device. "
-        "Types lose a value at a.py:1 (f), b, c, ..."
-    )
-    assert str(judge([], Trial(SIZES, why="it has no end"), [])) == "no findings: not tested. it has no end"
-    meant = Trial(SIZES, differences=(object(),), meant=True)
-    assert str(judge([], meant, [])) == (
-        "no findings: not tested. On dp=2, tp=4 the results are those of whole arrays, which depend on the sizes of axes "
-        "too: reference= tells what is meant"
-    )
-    one = found(Fault("A rule."), "layout", "a.py:1 (f)")
-    assert str(judge([one], differs, [])) == "wrong. On dp=2, tp=4 the results differ from those of one device"
-    assert str(judge([one], Trial(SIZES, why="it has no end"), [])) == "wrong. not tested: it has no end"
+    said = lambda kind, *args: str(spmd.check(PROGRAMS[kind], *args).verdict)
+    assert said("proved", X) == "no findings: proved. On dp=2, tp=4 the results and gradients are those of one device"
+    assert said("wrong", X) == "wrong. On dp=2, tp=4 the results differ from those of one device"
+    assert "Types suspect" in said("tested", X[0])
     assert str(Verdict("")) == "no findings"
-
-
-def test_numbers_decide_what_is_left() -> None:
-    claim, curve = (found(Fault("A rule."), kind, "a.py:1 (f)") for kind in ("layout", "nonlinear"))
-    order, closed = (found(Fault("A rule."), kind, "a.py:1 (f)") for kind in ("order", "closed"))
-    assert confirmed([claim, curve, order], Trial(SIZES), "f") == []
-    assert confirmed([claim, closed], Trial(SIZES), "f") == [closed], "nobody wrote what it moves"
-    assert confirmed([claim, order], Trial(SIZES, differences=(object(),), meant=True), "f") == [order]
-    untested = confirmed([claim, curve], Trial(SIZES, why="it has no end"), "f")
-    assert [(one.kind, one.certain) for one in untested] == [("layout", True), ("nonlinear", False)]
-    fails = confirmed([claim, curve], Trial(SIZES, why="it fails on dp=1", fails=True), "f")
-    assert [one.certain for one in fails] == [True, True]
+    turned = kernel("b d/tp -> b d/tp", lambda x: spmd.shift(x, "b [d/tp]", 1))
+    assert str(spmd.check(turned, X).verdict) == (
+        "no findings: not tested. On dp=2, tp=4 the results and gradients are those of whole arrays, which depend "
+        "on the sizes of axes too: reference= tells what is meant"
+    )
 
 
 def test_a_size_of_a_shard_names_spmd_size() -> None:

@@ -10,17 +10,16 @@ It ends with 1 if fewer are noticed than tests/mutants/table.py promises, or a p
 """
 
 import argparse
-import dataclasses
+import math
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 import tests.conftest  # noqa: F401  eight devices, strict JAX
 from tests.mutants import verdicts
-from tests.mutants.judge import Verdict, judge, mutants, said
+from tests.mutants.judge import Verdict, judge, mutants
 from tests.mutants.programs import Program, programs
-from tests.mutants.sites import Mutant
 from tests.mutants.table import Tally
 
 
@@ -30,42 +29,30 @@ def main() -> int:
     start = time.monotonic()
     for program in programs(options.only):
         kept[program.name] = []
-        for one in judged(program, options, before.get(program.name, [])):
+        for one in judged(program, options, before.get(program.name, {})):
             kept[program.name].append(one)
             if options.verbose:
                 print(f"{time.monotonic() - start:7.1f} s  {one}", flush=True)
         if options.write:
-            verdicts.write({**before, **kept})
+            verdicts.write({**before, program.name: verdicts.listed(kept[program.name])})
+            before = verdicts.read()
     if options.write and not options.only:  # without the programs that there are no more
-        verdicts.write(kept)
+        verdicts.write({name: verdicts.listed(every) for name, every in kept.items()})
+        verdicts.TABLES.write(verdicts.tables(kept))
     tally = Tally([one for every in kept.values() for one in every])
     print(tally.report())
     return int(not tally.promised)
 
 
-def judged(program: Program, options: argparse.Namespace, known: Sequence[Verdict]) -> Iterator[Verdict]:
+def judged(program: Program, options: argparse.Namespace, known: Mapping[str, Verdict]) -> Iterator[Verdict]:
     every = mutants(program)
+    named = verdicts.names(every)
     if options.sample and len(every) > options.sample:
         every = random.Random(f"{options.seed} {program.name}").sample(every, options.sample)
-    return again(program, every, known) if options.types else judge(program, every)
-
-
-def again(program: Program, every: list[Mutant], known: Sequence[Verdict]) -> Iterator[Verdict]:
-    """What the checker says now, with the numbers that are known; a new mutant is judged by numbers, too."""
-    earlier = verdicts.by_name(known)
-    found = [asked(program, mutant, earlier.get(mutant.name, [])) for mutant in every]
-    new = judge(program, [mutant for mutant, one in zip(every, found, strict=True) if one is None])
-    for one in found:
-        yield one or next(new)
-
-
-def asked(program: Program, mutant: Mutant, earlier: list[Verdict]) -> Verdict | None:
-    """An earlier verdict with what the checker says now. None if there is none, or devices waited and do so no more."""
-    if not earlier:
-        return None
-    old = earlier.pop(0)
-    verdict = dataclasses.replace(old, mutant=mutant, types="" if old.rejected else said(program, mutant))
-    return None if old.waits and not verdict.waits else verdict
+    if not options.types:
+        return judge(program, every)
+    noticed = Verdict(program.name, every[0], moved=math.inf, numbers="shown") if every else None
+    return judge(program, every, {one: known.get(named[one], noticed) for one in every})
 
 
 def parsed() -> argparse.Namespace:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from spmd import _compat
+from tests.checker.harness import varying
 
 __all__ = ["CHANGES", "COLLECTIVES", "Call", "possible", "telling"]
 
@@ -56,7 +56,7 @@ class Call:
 
     def varying(self) -> Any:
         """The operand as JAX types the result of a collective."""
-        return jax.tree.map(lambda x: _compat.pvary(x, self.axes), self.given["x"])
+        return jax.tree.map(lambda x: varying(x, *self.axes), self.given["x"])
 
     def again(self, name: str | None = None, **other: Any) -> Any:
         """This call with other arguments, or another collective of the same axes."""
@@ -124,7 +124,7 @@ def _swapped(call: Call) -> Any:
 
 
 def _zero(call: Call) -> Any:
-    return _compat.pvary(jnp.int32(0), call.axes)
+    return varying(jnp.int32(0), *call.axes)
 
 
 # --- which changes there are -----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from spmd._text import Table
 from tests.mutants.judge import Verdict
 
 __all__ = ["BY_NUMBERS", "BY_TYPES", "Tally"]
@@ -58,7 +57,10 @@ class Tally:
             rows.setdefault(key(one), []).append(one)
         lines = [(title, *_counts(every)) for title, every in sorted(rows.items())]
         lines.append(("all", *_counts(self.verdicts)))
-        return Table(lines, head=(name, *COLUMNS), right=tuple(range(1, len(COLUMNS) + 1))).text()
+        rows = [(name, *COLUMNS), *lines]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        aligned = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows]
+        return "\n".join("  ".join(row) for row in aligned)
 
     def _listed(self, title: str, every: list[Verdict]) -> str:
         return "\n  ".join([f"{title} ({len(every)}):", *map(str, every)]) if every else ""

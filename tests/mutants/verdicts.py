@@ -1,13 +1,14 @@
-"""The verdicts that are kept, in `verdicts.txt`, and the tables of docs/pages/checker.md that are made of them.
+"""The verdicts that are kept, in `verdicts.txt`, and the tables of docs/pages/checker.md.
 
-Under each program is a line for each mutant: what becomes of it, which kinds of findings the checker has, and whether
-another mesh shows it. A mutant has the name of its function and not its line, which moves; mutants of one name are those
-of several calls in one function, in order.
+A mutant that the file does not name changes the numbers or cannot run, and is noticed by the checker and by a comparison
+with another mesh. Under each program is a line for each of the others: what becomes of it, which kinds of findings the
+checker has, and whether another mesh shows it. A mutant has the name of its function and not its line, which moves.
 """
 
 import math
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -16,20 +17,20 @@ from tests.mutants.sites import Mutant
 from tests.mutants.table import Tally
 from tests.pages import Part
 
-__all__ = ["TABLES", "by_name", "line_of", "read", "tables", "verdict_of", "write"]
+__all__ = ["TABLES", "is_listed", "line_of", "listed", "names", "read", "tables", "verdict_of", "write"]
 
 FILE = Path(__file__).with_name("verdicts.txt")
 TABLES = Part(Path(__file__).parents[2] / "docs/pages/checker.md", "mutants")
 JAX, CALL, WAIT, OTHER, SAME = "JAX refuses", "a call refuses", "devices wait", "other numbers", "same numbers"
-Kept = dict[str, list[Verdict]]
+Kept = dict[str, dict[str, Verdict]]
 
 
-def line_of(one: Verdict) -> str:
+def line_of(one: Verdict, name: str = "") -> str:
     """A verdict as the file has it."""
     refused = JAX if one.by_jax else CALL
     what = refused if one.rejected else WAIT if one.waits else OTHER if one.wrong else SAME
     shown = one.numbers if one.numbers in ("", UNKNOWN) else "shown"
-    return " | ".join((one.mutant.name, what, kinds(one.types) or "-", shown or "-"))
+    return " | ".join((name or one.mutant.name, what, kinds(one.types) or "-", shown or "-"))
 
 
 def kinds(types: str) -> str:
@@ -41,7 +42,7 @@ def kinds(types: str) -> str:
 def verdict_of(program: str, line: str) -> Verdict:
     """A line of the file, as far as tables need it."""
     name, what, types, shown = line.strip().split(" | ")
-    found = Verdict(program, Mutant.named(name), types=types.strip("-"), numbers=shown.strip("-"))
+    found = Verdict(program, Mutant.named(name.partition(" #")[0]), types=types.strip("-"), numbers=shown.strip("-"))
     if what in (JAX, CALL):
         found.rejected, found.by_jax = what, what == JAX
     elif what != WAIT:
@@ -49,31 +50,47 @@ def verdict_of(program: str, line: str) -> Verdict:
     return found
 
 
+def is_listed(one: Verdict) -> bool:
+    """Whether a verdict is an exception: a change that changes nothing, or one that somebody misses."""
+    return not (one.wrong and one.by_types and one.by_numbers)
+
+
+def names(every: Iterable[Mutant]) -> dict[Mutant, str]:
+    """The names of the mutants of a program. The second of several of one name has a #2."""
+    count: Counter[str] = Counter()
+    found = {}
+    for one in every:
+        count[one.name] += 1
+        found[one] = f"{one.name} #{count[one.name]}" if count[one.name] > 1 else one.name
+    return found
+
+
 def read() -> Kept:
-    """The verdicts on the mutants of each program."""
+    """The exceptions of each program, by their names."""
     kept: Kept = {}
     for line in FILE.read_text().splitlines() if FILE.exists() else ():
         if not line.startswith(" "):
             program = line
-            kept[program] = []
+            kept[program] = {}
         else:
-            kept[program].append(verdict_of(program, line))
+            kept[program][line.strip().partition(" | ")[0]] = verdict_of(program, line)
     return kept
 
 
+def listed(verdicts: Sequence[Verdict]) -> dict[str, Verdict]:
+    """The exceptions among the verdicts on all mutants of a program, by their names."""
+    name = names(one.mutant for one in verdicts)
+    return {name[one.mutant]: one for one in verdicts if is_listed(one)}
+
+
 def write(kept: Kept) -> None:
-    """The file and the tables, anew."""
-    parts = [[program, *(f"  {line_of(one)}" for one in every)] for program, every in sorted(kept.items()) if every]
+    """The file, anew."""
+    parts = [
+        [program, *(f"  {line_of(one, name)}" for name, one in every.items())]
+        for program, every in sorted(kept.items())
+        if every
+    ]
     FILE.write_text("".join(f"{line}\n" for part in parts for line in part))
-    TABLES.write(tables(read()))
-
-
-def by_name(every: Iterable[Verdict]) -> dict[str, list[Verdict]]:
-    """Verdicts by the names of their mutants: several where a function has several such calls."""
-    found: dict[str, list[Verdict]] = {}
-    for one in every:
-        found.setdefault(one.mutant.name, []).append(one)
-    return found
 
 
 # --- the tables of the page

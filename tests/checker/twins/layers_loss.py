@@ -5,18 +5,11 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import nn
-from tests.checker.mistakes.registry import mistake
+from tests.checker.twins.layers import mistake
 
 LOSS = "b/dp s v/tp, b/dp s -> scalar"
 CP = {"dp": 2, "cp": 2, "tp": 2}
 
-mistake(
-    "nn.embedding",
-    "tp= is forgotten where tp divides the vocabulary",
-    "b s, v/tp d -> b s d",
-    right=lambda ids, table: nn.embedding(ids, table, tp="tp"),
-    wrong=lambda ids, table: nn.embedding(ids, table),
-)
 mistake(
     "nn.embedding",
     'over="features" where tp divides the vocabulary',
@@ -48,13 +41,6 @@ mistake(
 )
 mistake(
     "nn.unembedding",
-    "tp= is forgotten",
-    "b s d, v/tp d -> b s v/tp",
-    right=lambda x, table: nn.unembedding(x, table, tp="tp"),
-    wrong=lambda x, table: nn.unembedding(x, table),
-)
-mistake(
-    "nn.unembedding",
     "sp= is forgotten where the stream is divided over the sequence, and the labels too",
     "b/dp s/tp d, v/tp d, b/dp s/tp -> scalar",
     right=lambda x, table, labels: nn.cross_entropy(
@@ -68,22 +54,6 @@ mistake(
     LOSS,
     right=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp"),
     wrong=lambda logits, labels: nn.cross_entropy(logits, labels % logits.shape[-1], dp="dp"),
-)
-mistake(
-    "nn.cross_entropy",
-    "dp= is forgotten: the mean of each device's own rows",
-    LOSS,
-    right=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp"),
-    wrong=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp"),
-)
-mistake(
-    "nn.cross_entropy",
-    "dp= is forgotten, and the devices' means are averaged although their masks differ",
-    "b/dp s v/tp, b/dp s, b/dp s -> scalar",
-    right=lambda logits, labels, mask: nn.cross_entropy(logits, labels, mask, tp="tp", dp="dp"),
-    wrong=lambda logits, labels, mask: spmd.reduce(
-        nn.cross_entropy(logits, labels, mask, tp="tp")[None], "n/dp -> scalar", "mean"
-    ),
 )
 mistake(
     "nn.cross_entropy",
@@ -107,37 +77,6 @@ mistake(
 )
 mistake(
     "nn.cross_entropy",
-    'reduction="none", and the mean of each device is returned as the loss',
-    LOSS,
-    right=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp"),
-    wrong=lambda logits, labels: jnp.mean(nn.cross_entropy(logits, labels, reduction="none", tp="tp")),
-)
-mistake(
-    "nn.cross_entropy",
-    "dp= names an axis along which the rows are copies",
-    "b s v/tp, b s -> scalar",
-    right=lambda logits, labels: nn.cross_entropy(logits, labels, reduction="sum", tp="tp"),
-    wrong=lambda logits, labels: nn.cross_entropy(logits, labels, reduction="sum", tp="tp", dp="dp"),
-)
-mistake(
-    "nn.cross_entropy",
-    "cp= is forgotten where the sequence is divided",
-    "b/dp s/cp v/tp, b/dp s/cp -> scalar",
-    mesh=CP,
-    right=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp", cp="cp"),
-    wrong=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp"),
-)
-mistake(
-    "nn.cross_entropy",
-    "the logits were gathered, and tp= is given all the same",
-    LOSS,
-    right=lambda logits, labels: nn.cross_entropy(logits, labels, tp="tp", dp="dp"),
-    wrong=lambda logits, labels: nn.cross_entropy(
-        spmd.all_gather(logits, "b/dp s v/tp -> b/dp s v"), labels, tp="tp", dp="dp"
-    ),
-)
-mistake(
-    "nn.cross_entropy",
     "labels are the tokens, rolled by one on each device of cp",
     "b/dp s/cp v/tp, b/dp s/cp -> scalar",
     mesh=CP,
@@ -154,7 +93,7 @@ mistake(
     right=lambda logits, labels: nn.cross_entropy(
         logits,
         spmd.roll(labels, "b/dp [s/cp]", -1),
-        jnp.broadcast_to(spmd.iota("s/cp") < spmd.size("s") - 1, labels.shape),
+        (labels >= 0) & (spmd.iota("s/cp") < spmd.size("s") - 1)[None],
         tp="tp",
         dp="dp",
         cp="cp",
@@ -169,7 +108,7 @@ mistake(
     right=lambda logits, labels: nn.cross_entropy(
         logits,
         labels,
-        jnp.broadcast_to(spmd.iota("s/cp") < spmd.size("s") - 1, labels.shape),
+        (labels >= 0) & (spmd.iota("s/cp") < spmd.size("s") - 1)[None],
         tp="tp",
         dp="dp",
         cp="cp",
@@ -177,7 +116,7 @@ mistake(
     wrong=lambda logits, labels: nn.cross_entropy(
         logits,
         labels,
-        jnp.broadcast_to(jnp.arange(labels.shape[1]) < labels.shape[1] - 1, labels.shape),
+        (labels >= 0) & (jnp.arange(labels.shape[1]) < labels.shape[1] - 1)[None],
         tp="tp",
         dp="dp",
         cp="cp",
@@ -200,13 +139,6 @@ mistake(
         x, table, spmd.all_gather(labels, "b/dp s/tp -> b/dp s"), chunks=2, tp="tp", sp="tp", dp="dp"
     ),
     wrong=lambda x, table, labels: nn.linear_cross_entropy(x, table, labels, chunks=2, tp="tp", dp="dp"),
-)
-mistake(
-    "nn.linear_cross_entropy",
-    "dp= is forgotten",
-    "b/dp s d, v/tp d, b/dp s -> scalar",
-    right=lambda x, table, labels: nn.linear_cross_entropy(x, table, labels, chunks=2, tp="tp", dp="dp"),
-    wrong=lambda x, table, labels: nn.linear_cross_entropy(x, table, labels, chunks=2, tp="tp"),
 )
 mistake(
     "nn.linear_cross_entropy",

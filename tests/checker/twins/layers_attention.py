@@ -4,7 +4,7 @@ import jax.numpy as jnp
 
 import spmd
 from spmd import nn, parallel
-from tests.checker.mistakes.registry import mistake
+from tests.checker.twins.layers import mistake
 
 CP = {"cp": 2, "tp": 2}
 WEIGHTS = "d h/tp k, d g/tp k, d g/tp k, h/tp k d"
@@ -82,18 +82,13 @@ mistake(
 mistake(
     "nn.multi_head_attention",
     "the sequence is divided over tp first and cp second, and the layer divides it over cp first",
-    f"b s/cp/tp d, {WEIGHTS} -> b s/cp/tp d",
-    wrong_pattern=f"b s/tp/cp d, {WEIGHTS} -> b s/tp/cp d",
+    f"b s/tp/cp d, {WEIGHTS} -> b s/tp/cp d",
     mesh=CP,
-    right=lambda x, q, k, v, o: layer(x, q, k, v, o, cp="cp", sp="tp", attend=ring),
+    right=lambda x, q, k, v, o: spmd.relayout(
+        layer(spmd.relayout(x, "b s/tp/cp d -> b s/cp/tp d"), q, k, v, o, cp="cp", sp="tp", attend=ring),
+        "b s/cp/tp d -> b s/tp/cp d",
+    ),
     wrong=lambda x, q, k, v, o: layer(x, q, k, v, o, cp="cp", sp="tp", attend=ring),
-)
-mistake(
-    "nn.multi_head_attention",
-    "tp= is forgotten: the heads of other devices are never added",
-    f"b s d, {WEIGHTS} -> b s d",
-    right=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True),
-    wrong=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True, tp=None),
 )
 mistake(
     "nn.multi_head_attention",
@@ -111,21 +106,6 @@ mistake(
     f"b s d, {WEIGHTS} -> b s d",
     right=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True),
     wrong=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True, kv_heads="whole"),
-)
-mistake(
-    "nn.multi_head_attention",
-    "the output projection is divided along d instead of along the heads",
-    f"b s d, {WEIGHTS} -> b s d",
-    wrong_pattern="b s d, d h/tp k, d g/tp k, d g/tp k, h k d/tp -> b s d",
-    right=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True),
-    wrong=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True),
-)
-mistake(
-    "nn.multi_head_attention",
-    "key heads that do not divide the query heads",
-    "b s d, d h/tp k, d g/tp k, d g/tp k, h/tp k d -> b s d",
-    right=lambda x, q, k, v, o: layer(x, q, k, v, o, causal=True),
-    wrong=lambda x, q, k, v, o: layer(x, jnp.repeat(q, 3, 1)[:, :3], k, v, o, causal=True),
 )
 mistake(
     "nn.dot_product_attention",
@@ -155,13 +135,6 @@ mistake(
     "b s h/tp k, b s g/tp k, h s t -> b s h/tp k",
     right=lambda q, k, bias: nn.dot_product_attention(q, k, k, bias=spmd.split(bias, "h s t -> h/tp s t"), tp="tp"),
     wrong=lambda q, k, bias: nn.dot_product_attention(q, k, k, bias=bias[: q.shape[2]], tp="tp"),
-)
-mistake(
-    "nn.dot_product_attention",
-    "tp= is forgotten where tp divides the heads",
-    "b s h/tp k, b s g/tp k, b s g/tp k -> b s h/tp k",
-    right=lambda q, k, v: nn.dot_product_attention(q, k, v, tp="tp"),
-    wrong=lambda q, k, v: nn.dot_product_attention(q, k, v),
 )
 mistake(
     "nn.rotary_embedding",
@@ -200,14 +173,6 @@ mistake(
     mesh=CP,
     right=lambda q, k, v: ring(q, k, v),
     wrong=lambda q, k, v: parallel.ring_attention(q, k, v, cp=None, tp="tp", causal=True),
-)
-mistake(
-    "parallel.ring_attention",
-    "tp= is forgotten where tp divides the heads",
-    HEADS,
-    mesh=CP,
-    right=lambda q, k, v: ring(q, k, v),
-    wrong=lambda q, k, v: parallel.ring_attention(q, k, v, cp="cp", causal=True),
 )
 mistake(
     "parallel.ring_attention",
@@ -264,68 +229,3 @@ def in_zigzag(x, *weights, **options):
 def turned(q, k, placement):
     at = parallel.sequence_positions(spmd.size("s"), placement, cp="cp")
     return [nn.rotary_embedding(placed(x), at, TURN) for x in (q, k)]
-
-
-# --- caches -----------------------------------------------------------------------------------------------------
-
-
-def decoded(k, *, keys=None, make=None, append=None, read=None):
-    """All tokens are written into a cache, and read by queries that are the keys."""
-    make, append, read = ({"cp": "cp", "tp": "tp"} | (one or {}) for one in (make, append, read))
-    at = jnp.broadcast_to(jnp.arange(k.shape[1]), k.shape[:2])
-    heads = spmd.size("g")
-    cache = nn.kv_cache(spmd.size("b"), spmd.size("t"), heads, k.shape[-1], **make)
-    cache = nn.kv_cache_append(cache, keys if keys is not None else k, k, at, **append)
-    return nn.cached_attention(k, cache, at, **read)
-
-
-CACHE = "b t g/tp k -> b t g/tp k"
-
-mistake(
-    "nn.cached_attention",
-    "cp= is forgotten where cp divides the slots",
-    CACHE,
-    mesh=CP,
-    right=lambda k: decoded(k),
-    wrong=lambda k: decoded(k, read={"cp": None}),
-)
-mistake(
-    "nn.kv_cache_append",
-    "cp= is forgotten where cp divides the slots",
-    CACHE,
-    mesh=CP,
-    right=lambda k: decoded(k),
-    wrong=lambda k: decoded(k, append={"cp": None}),
-)
-mistake(
-    "nn.kv_cache",
-    "the cache is whole, and the other calls divide it over cp",
-    CACHE,
-    mesh=CP,
-    right=lambda k: decoded(k),
-    wrong=lambda k: decoded(k, make={"cp": None}),
-)
-mistake(
-    "nn.kv_cache",
-    "the heads of the cache are divided over cp and its slots over tp",
-    CACHE,
-    mesh=CP,
-    right=lambda k: decoded(k),
-    wrong=lambda k: decoded(k, make={"cp": "tp", "tp": "cp"}),
-)
-mistake(
-    "nn.kv_cache_append",
-    'tokens="striped" for tokens that every device of cp has',
-    CACHE,
-    mesh=CP,
-    right=lambda k: decoded(k),
-    wrong=lambda k: decoded(k, append={"tokens": "striped"}),
-)
-mistake(
-    "nn.cached_attention",
-    "tp= is forgotten where tp divides the heads",
-    CACHE,
-    mesh=CP,
-    right=lambda k: decoded(k),
-    wrong=lambda k: decoded(k, read={"tp": None}),
-)
