@@ -224,7 +224,7 @@ def check_body(
         return
     walk = Dataflow(kernel, mesh_axes, axis_sizes)
     walk.active = True
-    walk.varying = [_compat.varying_axes(x) | _compat.unreduced_axes(x) for x in shards]
+    walk.varying = [sorted(_compat.varying_axes(x) | _compat.unreduced_axes(x)) for x in shards]
     walk_closed(walk, closed_jaxpr, [walk.constant(None, x) for x in shards])
     _report(kernel, walk, how, ask)
 
