@@ -247,16 +247,6 @@ def test_integers_that_do_not_fit_are_not_wrapped(mesh):
         next(data)
 
 
-def test_arguments_that_cannot_be(mesh):
-    for wrong in ({"batch": 0}, {"batch": 8, "seed": -1}, {"batch": 8, "epochs": 0}, {"batch": 8, "prefetch": -1}):
-        with pytest.raises(SpmdError):
-            batches(SOURCE, "b/dp s", mesh=mesh, **wrong)
-    with pytest.raises(SizeError):
-        batches(SOURCE, "b/dp s", batch=7, mesh=mesh)
-    with pytest.raises(SizeError):
-        batches([], "b/dp s", batch=8, mesh=mesh)
-
-
 def test_rows_of_this_process(mesh):
     np.testing.assert_array_equal(my_rows("b/dp s", (8, 4), mesh=mesh), np.arange(8))
     with pytest.raises(SizeError):

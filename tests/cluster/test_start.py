@@ -9,18 +9,10 @@ from pathlib import Path
 
 import pytest
 
-import spmd
-from spmd.errors import MeshError
 from tests.cluster.harness import ROOT, Ended, end, exhaustive, join, joined, launched
 from tests.sampler import rare, share
 
 FAULTY = "tests/cluster/faulty.py"
-
-
-@pytest.mark.parametrize(("count", "rank"), [(2, None), (None, 0), (2, 2), (0, 0), (2, -1), (2, "0")])
-def test_arguments_that_cannot_be(count, rank):
-    with pytest.raises(MeshError):
-        spmd.cluster.initialize("h:1", num_processes=count, process_id=rank)
 
 
 # --- what ends a program ---------------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ import signal
 
 import pytest
 
-from spmd.cluster import stopping
-from spmd.errors import SpmdError
 from tests.cluster.harness import alone, joined
 from tests.sampler import rare, share
 
@@ -30,12 +28,6 @@ def test_a_signal_asks_to_stop_from_then_on_and_a_second_interrupt_does_not_wait
     found = alone("-c", ASKED, str(int(number)))
     assert found.out.splitlines()[:2] == ["False False", "True True"], found
     assert number != signal.SIGINT or found.out.splitlines()[2:] == ["at once"]
-
-
-def test_steps_that_cannot_be():
-    for wrong in (-1, 1.5, True, "3"):
-        with pytest.raises(SpmdError):
-            stopping(wrong)
 
 
 PROGRAM = "tests/cluster/signalled.py"

@@ -342,23 +342,3 @@ def test_names_of_every_kind_everywhere(mesh):
         specs, shardings = hax.pspec_for(names, rules), hax.sharding_for_axis(names, rules, mesh)
         assert of(specs) == {"w": jax.P("data", None), "v": jax.P(None)}
         assert {key: one.spec for key, one in of(shardings).items()} == of(specs)
-
-
-def test_names_that_are_none(mesh):
-    rules = {"embed": "data", "mlp": None}
-
-    class Layers:
-        blocks: list["embed mlp"]  # noqa: F722
-
-    for names in (lambda path: "embed mlp", 3, {"w": 3}, Layers):
-        with pytest.raises(spmd.errors.LayoutError, match="pspec_for is given no arrays"):
-            hax.pspec_for(names, rules)
-        with pytest.raises(spmd.errors.LayoutError, match="sharding_for_axis is given no arrays"):
-            hax.sharding_for_axis(names, rules, mesh)
-    for wrong in (3, "mesh", {"data": 2}):
-        with pytest.raises(spmd.errors.MeshError, match="mesh is a jax.sharding.Mesh"):
-            hax.sharding_for_axis("embed", rules, wrong)
-    assert hax.physical_axis_size("embed", rules, {"data": 2}) == 2
-    for wrong in ("8", 2.5, -1, True):
-        with pytest.raises(spmd.errors.SizeError, match="an int of at least 0"):
-            hax.round_axis_for_partitioning("embed", wrong, rules, mesh)

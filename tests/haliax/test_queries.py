@@ -36,6 +36,7 @@ def test_queries(mesh):
     assert hax.round_axis_for_partitioning("mlp", 9, *given) == 16
     abstract = spmd.make_mesh(data=128, tp=16, abstract=True)
     assert hax.round_axis_for_partitioning("vocab", 50257, RULES, abstract) == 51200
+    assert hax.physical_axis_size("embed", {"embed": "data"}, {"data": 2}) == 2  # sizes alone
 
 
 def test_what_was_rounded_divides(mesh):

@@ -38,7 +38,11 @@ def test_without_devices_the_written_view_is_the_same():
     assert abstract.written.collectives == with_devices.written.collectives
     assert abstract.compiled is None and abstract.unwritten == ()
     assert abstract.memory.temporaries is None and abstract.memory.arguments == with_devices.memory.arguments
-    assert abstract.total_bytes == sum(one.total_bytes for one in with_devices.collectives if one.written)
+    assert (
+        abstract.written.total_bytes
+        == abstract.total_bytes
+        == sum(one.total_bytes for one in with_devices.collectives if one.written)
+    )
     assert any("needs devices" in line for line in abstract.missing)
     assert "needs devices" in str(abstract)
 

@@ -233,6 +233,14 @@ def test_the_shardings_of_a_jit_are_known(mesh):
     assert (moved.source, moved.target) == ("b/tp d", "b/dp d/tp")
 
 
+def test_of_a_dimension_that_is_unconstrained_nothing_is_known(mesh):
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: x * 2)
+    lies = jax.NamedSharding(mesh, P(P.UNCONSTRAINED, "tp"))
+    program = lambda x: kernel(jax.lax.with_sharding_constraint(x, lies))
+    [moved] = written(program, [jax.ShapeDtypeStruct((4, 8), jnp.float32)], {}).boundary
+    assert moved.source is None is moved.bytes
+
+
 def test_the_boundary_names_dimensions_as_the_signature_does(mesh):
     """Under differentiation and in pytrees too."""
     at = lambda layout, *shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=spmd.Layout(layout).sharding(mesh))
