@@ -190,3 +190,10 @@ def test_a_call_in_a_loop_that_mixes_the_rows_of_devices() -> None:
     [finding] = spmd.check(centred, X)
     assert finding.kind == "closed" and "made in a loop or vmap over a dimension that dp divides" in str(finding)
     assert str(finding).endswith('the dimension that dp divides in the string: reduce(x, "e/dp b -> e/dp", ...)')
+
+
+def test_a_keyword_that_a_layer_lacks_is_named() -> None:
+    loss = spmd.kernel("b/dp s v, b/dp s -> scalar", mesh=mesh())(lambda z, y: spmd.nn.cross_entropy(z, y))
+    structs = jax.ShapeDtypeStruct((4, 3, 8), "float32"), jax.ShapeDtypeStruct((4, 3), "int32")
+    with pytest.raises(spmd.errors.ReplicationError, match=r'dp="dp", the keyword that says along which axes \{U:dp\}'):
+        loss.trace(*structs)

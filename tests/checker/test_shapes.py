@@ -201,3 +201,13 @@ def test_right_programs_raise_no_alarm(mesh, name):
     rank = len(pattern.partition("->")[0].split())
     x = jax.ShapeDtypeStruct((16, 16) if rank == 2 else (16, 4, 4) if rank == 3 else (16,), "float32")
     assert not spmd.check(spmd.kernel(pattern, mesh=mesh)(body), x)
+
+
+def test_a_place_that_two_branches_agree_on_is_a_place_behind_them():
+    def own(x):
+        n, i = x.shape[0] // lax.axis_size("tp"), lax.axis_index("tp")
+        at = lax.cond(x.sum() > 0, lambda: i * n, lambda: n * i)
+        return lax.dynamic_slice_in_dim(x, at, n)
+
+    found = seen(own, "a b", args=(X,))
+    assert found.agree() == 1 and found.axes[0][0] == ("tp",)
