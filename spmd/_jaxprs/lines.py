@@ -86,9 +86,10 @@ def line_of_body(eqn: Any) -> LineName:
 
 
 def is_ours(eqn: Any) -> bool:
-    """Return whether this package called JAX's function that made an equation, and not the user."""
+    """Return whether this package called JAX's function that made an equation, and not the user. What `spmd.check`
+    calls is what the user gave to it."""
     files = (code.co_filename for code, _ in _compat.call_stack(eqn))
-    return next((file.startswith(_PACKAGE) for file in files if not _compat.in_jax(file)), False)
+    return next((file.startswith(_PACKAGE) and file != _CHECK for file in files if not _compat.in_jax(file)), False)
 
 
 def gradient_line(eqn: Any) -> LineName:

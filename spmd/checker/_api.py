@@ -92,7 +92,7 @@ def checked(
     unknown = unknown_lines(walk, jaxpr)
     whole = not raw or bool(trial.faults)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
-    if raw and trial.wrong and not findings:
+    if raw and trial.wrong and not any(one.certain for one in findings):
         trial = Trial(walk.sizes, why=_MEANT)
     cleared = dict.fromkeys(one.line for one in walk.findings if one not in findings)
     verdict = judge(findings, trial, unknown, list(cleared), believed_lines(jaxpr))

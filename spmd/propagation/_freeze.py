@@ -155,7 +155,7 @@ class Writer:
         made, kind, place = self.get(value), typed(value), self.place(value)
         if not made.number:
             return made
-        text = f"jnp.full({kind.local_shape(place)}, {bare(made.text)}, {dtype_text(kind.dtype)})"
+        text = f"jnp.full({self.lying(kind.shape, place)}, {bare(made.text)}, {dtype_text(kind.dtype)})"
         return Made(text, tuple(map(self.named, kind.shape)), place)
 
     def put(self, value: Any, made: Made, *, inline: bool = False, level: int | None = None) -> None:
@@ -218,9 +218,14 @@ class Writer:
             self.fail(f"a {name_of(op).partition('.')[2]} of arrays that lie differently")
         self.put(op.results[0], Made(result, whole[0].names if whole else (), place), inline=True)
 
-    def local(self, op: Any) -> tuple[int, ...]:
+    def local(self, op: Any) -> str:
         """The shape of one device's block of the result."""
-        return typed(op.results[0]).local_shape(self.place(op.results[0]))
+        return self.lying(typed(op.results[0]).shape, self.place(op.results[0]))
+
+    def lying(self, shape: Sequence[int], place: Place) -> str:
+        """The shape of one device's block of an array, on whichever mesh the kernel runs."""
+        text = ", ".join(_local_size(n, axes) for n, axes in zip(shape, place.dims, strict=True))
+        return f"({text},)" if len(shape) == 1 else f"({text})"
 
     # --- communication ------------------------------------------------------------------------------------
 
@@ -427,6 +432,14 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "stablehlo.case": branches,
     **_lookups.RULES,
 }
+
+
+def _local_size(size: int, axes: Sequence[Axis]) -> str:
+    """How many of these elements a device has. Where a string cannot say it, the number on this mesh."""
+    parts = math.prod(axis.size for axis in axes)
+    if not axes or size % parts or _is_part(Place((tuple(axes),))):
+        return str(-(-size // parts))
+    return f'spmd.local_size("{"/".join([str(size), *(axis.name for axis in axes)])}")'
 
 
 def _is_part(place: Place) -> bool:

@@ -225,7 +225,8 @@ class _Program:
         except NotSimulated:
             raise
         except Exception as error:
-            if self.grad and not isinstance(error, SpmdError) and self._is_traced_without_gradients(mesh):
+            own = first and not isinstance(error, SpmdError)
+            if self.grad and own and self._is_traced_without_gradients(mesh):
                 rule = "JAX does not differentiate this program, and gradients are compared too."
                 got = [f"{type(error).__name__}: {first_line(error)}"]
                 raise SpmdError(rule, call=_CALL, got=got, fix="grad=False") from error

@@ -428,3 +428,12 @@ def test_what_cannot_be_interpreted_is_run(mesh):
     assert_same_on_any_mesh(shifted(0.0), struct(8), struct(4), grad=False)
     with pytest.raises(Mismatch):
         assert_same_on_any_mesh(shifted(1.0), struct(8), struct(4), grad=False)
+
+
+def test_a_permutation_for_one_number_of_devices_is_not_blamed_on_gradients():
+    @spmd.kernel("n/a -> n/a", mesh=spmd.make_mesh(a=2, b=2))
+    def swapped(x):
+        return x + lax.ppermute(x, "a", [(0, 1), (1, 0)])
+
+    with pytest.raises(Mismatch, match="swapped runs on the mesh given, and fails on a=1, b=1"):
+        assert_same_on_any_mesh(swapped, jnp.arange(4.0))
