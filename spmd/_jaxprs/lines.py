@@ -89,8 +89,7 @@ def is_ours(eqn: Any) -> bool:
     """Return whether this package called JAX's function that made an equation, and not the user. What `spmd.check`
     calls is what the user gave to it."""
     files = (code.co_filename for code, _ in _compat.call_stack(eqn))
-    caller = next((file for file in files if not _compat.in_jax(file)), "")
-    return caller.startswith(_PACKAGE) and caller != _CHECK
+    return next((file.startswith(_PACKAGE) and file != _CHECK for file in files if not _compat.in_jax(file)), False)
 
 
 def gradient_line(eqn: Any) -> LineName:

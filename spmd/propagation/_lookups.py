@@ -20,9 +20,7 @@ def sliced(writer: Any, op: Any) -> None:
     starts, limits, strides = (integers(op, name) for name in ("start_indices", "limit_indices", "strides"))
     taken = [n if (a, b, s) == (0, n, 1) else -1 for a, b, s, n in zip(starts, limits, strides, old, strict=True)]
     whole(writer, made.place.dims, [d for d, n in enumerate(taken) if n < 0])
-    local = typed(op.operands[0]).local_shape(made.place)
-    ends = [local[d] if n >= 0 else limits[d] for d, n in enumerate(taken)]
-    text = f"jax.lax.slice({bare(made.text)}, {tuple(starts)}, {tuple(ends)}, {tuple(strides)})"
+    text = f"jax.lax.slice({bare(made.text)}, {tuple(starts)}, {writer.lying(limits, made.place)}, {tuple(strides)})"
     _put(writer, op, text, _renamed(writer, op, made, [n >= 0 for n in taken]))
 
 
@@ -32,8 +30,7 @@ def dynamic_slice(writer: Any, op: Any) -> None:
     sizes = integers(op, "slice_sizes")
     kept = [size == n for size, n in zip(sizes, old, strict=True)]
     whole(writer, made.place.dims, [d for d, one in enumerate(kept) if not one])
-    local = typed(op.operands[0]).local_shape(made.place)
-    shape = tuple(local[d] if one else sizes[d] for d, one in enumerate(kept))
+    shape = writer.lying(sizes, made.place)
     text = f"jax.lax.dynamic_slice({bare(made.text)}, {_starts(writer, list(op.operands)[1:], kept)}, {shape})"
     _put(writer, op, text, _renamed(writer, op, made, kept))
 
@@ -129,8 +126,7 @@ def gathered(writer: Any, op: Any) -> None:
         return
     piece = [d for d in range(len(sizes)) if d not in batch and (d in found or sizes[d] != kind.shape[d])]
     _indexed(writer, made, piece, batch, at, where)
-    local = kind.local_shape(made.place)
-    taken = tuple(local[d] if size == kind.shape[d] else size for d, size in enumerate(sizes))
+    taken = writer.lying(sizes, made.place)
     left = [d for d in range(len(sizes)) if d not in (*gone, *batch)]
     numbers = f"jax.lax.GatherDimensionNumbers{tuple(map(tuple, (offset, gone, found, batch, where)))}"
     text = f'jax.lax.gather({bare(made.text)}, {bare(at.text)}, {numbers}, {taken}, mode="promise_in_bounds")'
@@ -161,7 +157,7 @@ def _taken(writer: Any, op: Any, made: Made, at: Made, along: int, offset: Seque
     numbers = tuple(lies[d] for d in range(len(lies)) if d not in offset)
     first = writer.layout(tuple(table), made.place, [along])
     second = writer.layout(numbers, _rows(at))
-    shape = tuple(typed(op.operands[1]).local_shape(at.place)[:-1])
+    shape = writer.lying(typed(op.operands[1]).shape[:-1], _rows(at))
     number = f"jnp.clip(jnp.reshape({bare(at.text)}, {shape}), 0, {kind.shape[along] - 1})"
     text = f'spmd.take({bare(made.text)}, {number}, "{first}, {second} -> RESULT")'
     writer.partial(op, text, tuple(lies), text, list(made.place.dims[along]))
@@ -218,7 +214,7 @@ def _added(writer: Any, op: Any, at: Made, new: Made, along: int, window: Sequen
     names.insert(along, key)
     place, lost = writer.place(op.results[0]), [axis for d in over for axis in new.place.dims[d]]
     rows, numbers = writer.layout(new.names, new.place), writer.layout(tuple(new.names[d] for d in over), _rows(at))
-    ids = f"jnp.reshape({bare(at.text)}, {tuple(typed(op.operands[1]).local_shape(at.place)[:-1])})"
+    ids = f"jnp.reshape({bare(at.text)}, {writer.lying(typed(op.operands[1]).shape[:-1], _rows(at))})"
     start = f'spmd.scatter_add({bare(new.text)}, {ids}, "{rows}, {numbers} -> '
     end = f'", outside="drop", {key}={kind.shape[along]})'
     text = f"{start}{writer.layout(tuple(names), Place(place.dims), [along])}{end}"

@@ -36,11 +36,3 @@ def test_a_suspected_order_whose_numbers_differ_is_not_proved(jit):
 def test_a_raw_program_may_mean_the_number_of_devices(jit):
     found = checked(of_devices, jit)
     assert (list(found), found.verdict.kind) == ([], "not tested")
-
-
-def test_a_result_that_is_not_equal_is_wrong_without_a_jit():
-    def build(mesh):
-        return jax.shard_map(lambda x: x, mesh=mesh, in_specs=P("a"), out_specs=P(), check_vma=False)  # spmd: by hand
-
-    [finding] = checked(build, jit=False)
-    assert finding.certain
