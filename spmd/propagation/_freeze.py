@@ -218,10 +218,6 @@ class Writer:
             self.fail(f"a {name_of(op).partition('.')[2]} of arrays that lie differently")
         self.put(op.results[0], Made(result, whole[0].names if whole else (), place), inline=True)
 
-    def local(self, op: Any) -> str:
-        """The shape of one device's block of the result."""
-        return self.lying(typed(op.results[0]).shape, self.place(op.results[0]))
-
     def lying(self, shape: Sequence[int], place: Place) -> str:
         """The shape of one device's block of an array, on whichever mesh the kernel runs."""
         text = ", ".join(_local_size(n, axes) for n, axes in zip(shape, place.dims, strict=True))
@@ -280,15 +276,15 @@ class Writer:
             self.fail("a constant array that is large or divided")
 
     def broadcast(self, op: Any) -> None:
-        made, kind = self.get(op.operands[0]), typed(op.results[0])
+        made, kind, place = self.get(op.operands[0]), typed(op.results[0]), self.place(op.results[0])
         if made.number:  # it stays one until somebody needs an array
             self.known[op.results[0]] = made
             return
         dims, given = integers(op, "broadcast_dimensions"), typed(op.operands[0]).shape
         kept = {d: made.names[i] for i, d in enumerate(dims) if given[i] == kind.shape[d]}
         names = tuple(kept[d] if d in kept else self.named(n) for d, n in enumerate(kind.shape))
-        text = f"jax.lax.broadcast_in_dim({bare(made.text)}, {self.local(op)}, {tuple(dims)})"
-        self.put(op.results[0], Made(text, names, self.place(op.results[0])))
+        text = f"jax.lax.broadcast_in_dim({bare(made.text)}, {self.lying(kind.shape, place)}, {tuple(dims)})"
+        self.put(op.results[0], Made(text, names, place))
 
     def reshape(self, op: Any) -> None:
         made, old, new = self.array(op.operands[0]), typed(op.operands[0]).shape, typed(op.results[0]).shape
@@ -296,7 +292,7 @@ class Writer:
         kept = dict(zip((d for d, n in enumerate(new) if n != 1), left, strict=False))
         same = [n for n in old if n != 1] == [n for n in new if n != 1]
         names = tuple(kept[d][0] if same and d in kept else self.named(n) for d, n in enumerate(new))
-        text = f"jnp.reshape({bare(made.text)}, {self.local(op)})"
+        text = f"jnp.reshape({bare(made.text)}, {self.lying(new, self.place(op.results[0]))})"
         self.put(op.results[0], Made(text, names, self.place(op.results[0])), inline=True)
 
     def transpose(self, op: Any) -> None:
@@ -389,7 +385,7 @@ class Writer:
         names = tuple(map(self.named, kind.shape))
         one = self.layout((names[along],), Place((place.dims[along],)))
         line = f'spmd.iota("{one}", {names[along]}={kind.shape[along]}).astype({dtype_text(kind.dtype)})'
-        text = f"jax.lax.broadcast_in_dim({line}, {self.local(op)}, ({along},))"
+        text = f"jax.lax.broadcast_in_dim({line}, {self.lying(kind.shape, place)}, ({along},))"
         self.put(op.results[0], Made(text, names, place))
 
     def sort(self, op: Any) -> None:

@@ -20,8 +20,7 @@ def sliced(writer: Any, op: Any) -> None:
     starts, limits, strides = (integers(op, name) for name in ("start_indices", "limit_indices", "strides"))
     taken = [n if (a, b, s) == (0, n, 1) else -1 for a, b, s, n in zip(starts, limits, strides, old, strict=True)]
     whole(writer, made.place.dims, [d for d, n in enumerate(taken) if n < 0])
-    ends = writer.lying(limits, made.place)
-    text = f"jax.lax.slice({bare(made.text)}, {tuple(starts)}, {ends}, {tuple(strides)})"
+    text = f"jax.lax.slice({bare(made.text)}, {tuple(starts)}, {writer.lying(limits, made.place)}, {tuple(strides)})"
     _put(writer, op, text, _renamed(writer, op, made, [n >= 0 for n in taken]))
 
 
@@ -241,11 +240,9 @@ def _in_blocks(writer: Any, op: Any, made: Made, at: Made, found: Sequence[int],
         key = writer.named(typed(op.operands[0]).shape[d])
         layout = writer.layout((key,), Place((made.place.dims[d],)))
         starts.append(f'spmd.offset("{layout}", {key}={writer.sizes[key]})' if d in divided else "0")
-    ids = f"{bare(at.text)}.astype(jnp.int32)"  # of no sign, they would not go below zero
-    if len(starts) == 1:
-        return f"{ids} - {starts[0]}"
     shape = (*(1 for _ in at.names[:-1]), len(starts))
-    return f"{ids} - jnp.reshape(jnp.stack([{', '.join(starts)}]), {shape})"
+    first = f"jnp.reshape(jnp.stack([{', '.join(starts)}]), {shape})" if len(starts) > 1 else starts[0]
+    return f"{bare(at.text)}.astype(jnp.int32) - {first}"  # of no sign, indices would not go below zero
 
 
 def whole(writer: Any, dims: Dims, these: Sequence[int]) -> None:

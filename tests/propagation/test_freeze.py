@@ -173,3 +173,17 @@ def test_parameters_have_names_of_python(mesh):
     params = {"in": struct(mesh, "d f/tp"), "out": struct(mesh, "f/tp d")}
     plan = propagate(lambda params, x: mlp(x, params["in"], params["out"]), params, struct(mesh, "b/dp d"))
     assert "def f(params_in, params_out, x):" in plan.freeze("f")
+
+
+def test_a_frozen_kernel_runs_on_any_mesh(mesh):
+    """Sizes of blocks are asked for, so that numbers decide about the text too."""
+
+    def centred(x, scale):
+        return jax.nn.log_softmax(x - x.mean(0, keepdims=True)) * scale[None]
+
+    args = jnp.cos(jnp.arange(128.0)).reshape(8, 16), jnp.arange(16.0)
+    text = propagate(centred, *args, mesh=mesh, layouts="b/dp d/tp, d/tp").freeze()
+    assert 'spmd.local_size("8/dp")' in text
+    kernel = run(text, mesh, "centred")
+    assert spmd.check(kernel, *args).verdict.kind in ("proved", "tested")
+    spmd.testing.assert_same_on_any_mesh(kernel, *args)
