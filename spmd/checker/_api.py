@@ -84,9 +84,8 @@ def checked(
         alone=about_gradients(walk.findings),
         reference=reference and partial(run, plain=reference),
     )
-    raw = any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
+    raw = reference is None and any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
     trial = trial if reference else but_for_noise(trial, walk)
-    raw = raw and reference is None
     if raw:  # it may mean the size of a block, which fits nothing else
         trial = replace(trial, fails=False)
     unknown = unknown_lines(walk, jaxpr)
@@ -119,23 +118,19 @@ def _tried(
     arrays: Sequence[Any],
     traced: FlatProgram,
     sizes: Mapping[str, int],
-    *,
-    gradients: bool,
-    alone: bool,
-    reference: Callable[..., Any] | None,
+    **asked: Any,
 ) -> Trial:
     """Return what numbers say of a program: as it is, or where that is too much, at small sizes on a mesh of few
-    devices."""
+    devices. `asked` is what `tried` is asked."""
     mesh, found = first_body(traced.jaxpr).params["mesh"], too_large(sizes)
     if fewer_devices(sizes) == sizes:
-        found = tried(run, arrays, mesh, sizes, gradients=gradients, alone=alone, traced=traced, reference=reference)
+        found = tried(run, arrays, mesh, sizes, traced=traced, **asked)
     for most in (4, 2):
         if not found.large:
             break
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
         given, _ = smaller(names_of(traced.jaxpr, arrays, sizes, [fewer]), arrays, allowed)
-        asked = {"gradients": gradients, "alone": alone, "reference": reference}
         found = tried(run, given, mesh, fewer, **asked, written=sizes)
     return found
 

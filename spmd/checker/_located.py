@@ -19,7 +19,7 @@ from spmd import _compat
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
 from spmd.checker._numbers import subsets
-from spmd.checker._primitives import Array
+from spmd.checker._primitives import Array, draws
 from spmd.checker._simulator import Simulator
 
 Known = Mapping[Variable, Array]
@@ -41,19 +41,19 @@ class Located(NamedTuple):
       lines: Their lines, and those of all that they read before it is complete: of a maximum over a block, say.
       behind: The lines of all that reads a value which fits no layout. Nobody knows whether that is right.
       seen: All lines that were looked at.
+      noisy: Whether random numbers are among the values that fit no layout.
     """
 
     found: Sequence[Where] = ()
     lines: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
     seen: frozenset[str] = frozenset()
+    noisy: bool = False
 
     def clears(self, lines: Collection[str]) -> bool:
         """Return whether what stands at one of these lines is complete before values begin to differ."""
-        guilty = self.lines | self.behind
-        return (
-            bool(self.found) and "" not in self.lines and not self.seen.isdisjoint(lines) and guilty.isdisjoint(lines)
-        )
+        known = bool(self.found) and "" not in self.lines and not self.seen.isdisjoint(lines)
+        return known and (self.lines | self.behind).isdisjoint(lines)
 
 
 def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
@@ -72,7 +72,7 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
     found: list[tuple[bool, Where]] = []
     lines: set[str] = set()
     behind: set[str] = set()
-    seen: set[str] = set()
+    walks: list[_Body] = []
     for body, twin in zip(one, other, strict=True):
         if max(_compat.made_manual(twin).values(), default=1) == 1:
             walk = _Body(_compat.made_manual(body), here, there)
@@ -80,9 +80,10 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
             found += [(number in walk.absorbed, one) for number, one in enumerate(walk.found) if number in guilty]
             lines.update(*(walk.read[number] for number in guilty))
             behind.update(line for line, origins in walk.behind if origins & guilty)
-            seen |= walk.seen
+            walks.append(walk)
     first = [one for _, one in sorted(found, key=lambda pair: pair[0])]
-    return Located(first, frozenset(lines), frozenset(behind), frozenset(seen))
+    seen = _NOTHING.union(*(one.seen for one in walks))
+    return Located(first, frozenset(lines), frozenset(behind), seen, any(one.noisy for one in walks))
 
 
 class _Body:
@@ -93,6 +94,7 @@ class _Body:
       read: For each of them the lines of what it reads before that is complete.
       behind: The lines of all that reads a value which fits no layout, and the equations that it comes from.
       seen: All lines.
+      noisy: Whether random numbers are among the values that fit no layout.
       absorbed: Those of which a value is made that fits one again, such as the indices of a table that is divided.
         Where there are others, they are innocent.
       lost: For each variable whose numbers fit no layout, which of these equations it comes from.
@@ -108,6 +110,7 @@ class _Body:
         self.read: list[frozenset[str]] = []
         self.behind: list[tuple[str, frozenset[int]]] = []
         self.seen: set[str] = set()
+        self.noisy = False
         self.absorbed: set[int] = set()
 
     def visit(
@@ -142,6 +145,7 @@ class _Body:
         self.behind += [(line, _NOBODY.union(*operands))] if any(operands) else []
         new = origins or frozenset((len(self.found),))
         lost = [self._mark(var, like, new, read) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
+        self.noisy |= any(lost) and draws(eqn)
         if any(lost) and not origins:
             self.found.append((eqn, callers))
             self.read.append(read)

@@ -90,8 +90,8 @@ def judge(
         return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:
         return Verdict("not tested", [trial.why], len(findings))
-    rest = [one for one in unknown if one not in believed]
-    lost = [f"Types lose a value at {_first(rest)}"] if rest else []
+    others = [one for one in unknown if one not in believed]
+    lost = [f"Types lose a value at {_first(others)}"] if others else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
     doubt = [f"Types suspect {_first(cleared)}, and numbers do not show it"] if cleared else []
     sure = not (unknown or cleared or believed or trial.quiet or trial.shifts)
@@ -237,10 +237,10 @@ def _of_fault(fault: Broken, name: str, on: str) -> Finding:
 
 
 def but_for_noise(trial: Trial, walk: Engine) -> Trial:
-    """The same trial, if no device draws random numbers for its own block; else one without random numbers, as what
-    differs may be these.
+    """The same trial, if no device draws random numbers for its own block, or if these are those on one device; else
+    one without random numbers, as what differs may be these.
     """
-    if not trial.wrong or trial.faults or not is_meant(walk):
+    if not trial.wrong or trial.faults or not is_meant(walk) or ((first := trial.first()).seen and not first.noisy):
         return trial
     quiet = trial.quieted() if trial.quieted else trial
     depend = "its random numbers depend on the mesh, because a key is folded with axis_index"

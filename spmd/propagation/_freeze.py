@@ -432,9 +432,9 @@ _RULES: dict[str, Callable[[Writer, Any], None]] = {
 
 def _local_size(size: int, axes: Sequence[Axis]) -> str:
     """How many of these elements a device has. Where a string cannot say it, the number on this mesh."""
-    parts = math.prod(axis.size for axis in axes)
-    if not axes or size % parts or _is_part(Place((tuple(axes),))):
-        return str(-(-size // parts))
+    blocks = math.prod(axis.size for axis in axes)
+    if not axes or size % blocks or _is_part(Place((tuple(axes),))):
+        return str(-(-size // blocks))
     return f'spmd.local_size("{"/".join([str(size), *(axis.name for axis in axes)])}")'
 
 

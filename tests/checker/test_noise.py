@@ -93,3 +93,19 @@ def test_copies_with_other_numbers_are_found():
     kernel = spmd.kernel("b/dp d, d h/tp, h/tp d -> b/dp d", mesh=spmd.make_mesh(dp=2, tp=4), check="off")(body)
     args = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((4, 6), (6, 8), (8, 6))]
     assert [one.kind for one in spmd.check(kernel, *args)] == ["numbers"]
+
+
+def test_noise_that_is_that_of_one_device_hides_no_mistake():
+    """The key is folded with the position in the whole array. So its numbers do not depend on the mesh."""
+
+    def estimate(weights):
+        @spmd.kernel("m, scalar -> scalar", mesh=spmd.make_mesh(dp=4))
+        def gradient(w, key):
+            at = spmd.iota("m/dp")
+            noise = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(at)
+            return lax.psum((weights(w, at) * noise).sum(), "dp")
+
+        return spmd.check(gradient, jnp.arange(8.0), jax.random.key(0)).verdict
+
+    assert estimate(lambda w, at: w[at]).kind == "tested"
+    assert estimate(lambda w, at: jnp.roll(w, at.shape[0])[at]).kind == "wrong"
