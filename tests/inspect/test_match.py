@@ -345,7 +345,7 @@ def test_many_layers_are_matched_in_no_time():
     texts = [f'all_gather(x, "b{i}/tp s -> b{i} s")' for i in range(7)]
     rows = [row("all_gather", text) for _ in range(400) for text in texts]
     compiled = [made("all_gather", f"jit(f)/{one.text}/all_gather") for one in rows]
-    start = time.perf_counter()
+    start = time.process_time()  # the machine may be busy with others
     found = joined(rows, compiled)
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
     assert [one.compiled for one in found] == [(one,) for one in compiled]
