@@ -14,6 +14,21 @@ from spmd import all_gather, einsum, nn, parallel
 from spmd.errors import SpmdError
 from spmd.language import Pattern
 from tests.checker.twins.layers import SIZES
+from tests.checker.twins.layers_attention import HEADS, WEIGHTS
+from tests.checker.twins.layers_linear import MLP
+from tests.checker.twins.layers_loss import LOSS
+from tests.checker.twins.layers_parallel import (
+    ALL,
+    EXPERTS,
+    MOE,
+    PIPE,
+    STAGES,
+    STEP,
+    accumulated,
+    clipped,
+    squares,
+    stage,
+)
 from tests.checker.twins.registry import Pair
 from tests.sampler import share
 
@@ -31,10 +46,6 @@ def refused(
 # -------------------- attention
 
 CP = {"cp": 2, "tp": 2}
-
-WEIGHTS = "d h/tp k, d g/tp k, d g/tp k, h/tp k d"
-
-HEADS = "b s/cp h/tp k, b s/cp g/tp k, b s/cp g/tp k -> b s/cp h/tp k"
 
 
 def attention_layer(x, q, k, v, o, **options):
@@ -118,7 +129,6 @@ refused(
 
 # -------------------- linear
 
-MLP = "b s d, d f/tp, f/tp d -> b s d"
 
 refused("nn.mlp: tp= is forgotten", MLP, lambda x, a, c: nn.mlp(x, a, c))
 refused(
@@ -197,7 +207,6 @@ refused(
 
 # -------------------- loss
 
-LOSS = "b/dp s v/tp, b/dp s -> scalar"
 
 refused(
     "nn.embedding: tp= is forgotten where tp divides the vocabulary",
@@ -241,40 +250,6 @@ def layer(w, x):
 def stack(x, w, n, **options):
     told = {"at_rest": {"w": "l d/dp f", "n": "l d"}, "compute": {"w": "l d f", "n": "l d"}} | options
     return parallel.scan_layers(layer, {"w": w, "n": n}, x, **told)
-
-
-STEP = "d/dp, m b/dp d -> d/dp"
-
-
-def squares(w, x):
-    return (x * w[None]) ** 2
-
-
-def accumulated(w, x, loss=None, **options):
-    loss = loss or (lambda w, x: spmd.reduce(squares(w, x), "b/dp d -> {U:dp}"))
-    told = {"at_rest": "d/dp", "compute": "d", "data": "dp"} | options
-    return parallel.accumulate(loss, w, x, **told)[1]
-
-
-def clipped(gradient, layouts):
-    clip = parallel.clip_by_global_norm(0.1, layouts)
-    return clip.update(gradient, clip.init(gradient))[0]
-
-
-PIPE = {"dp": 2, "pp": 2}
-
-STAGES = "p/pp d f, m b/dp d -> m b/dp d"
-
-
-def stage(w, x):
-    return x + jnp.tanh(einsum(x, w, "b/dp d, d f -> b/dp f"))
-
-
-EXPERTS = {"dp": 2, "ep": 2, "tp": 2}
-
-MOE = "b/dp/ep s d, d e, e/ep d f/tp, e/ep f/tp d -> b/dp/ep s d, scalar"
-
-ALL = {"dp": ("dp", "ep"), "ep": "ep", "tp": "tp"}
 
 
 def experts(x, w, up, down, routing=None, **options):
