@@ -185,7 +185,7 @@ def pvary(x: Any, axes: Sequence[str]) -> Any:
     if not new:
         return x
     missing = tuple(a for a in axes if a in new)
-    if reduced := tuple(a for a in missing if a in reduced_axes(x)):
+    if reduced := tuple(filter(reduced_axes(x).__contains__, missing)):
         x = jax.lax.pcast(x, reduced, to="varying")
         missing = tuple(a for a in missing if a not in reduced)
     unit = tuple(a for a, n in zip(missing, manual_sizes(missing), strict=True) if n == 1)

@@ -136,9 +136,8 @@ def _held(fn: Apply, like: Any) -> Apply:
     @functools.partial(jax.checkpoint, prevent_cse=False)  # so that a transpose keeps the arrays, not their other types
     def run(held: Any, x: Any) -> Any:
         were = zip(held, more, less, strict=True)
-        return program.given([_lax.to_invarying(_lax.retype(x, hidden, "shown"), added) for x, added, hidden in were])(
-            x
-        )
+        again = [_lax.to_invarying(_lax.retype(one, hidden, "shown"), added) for one, added, hidden in were]
+        return program.given(again)(x)
 
     return functools.partial(run, held)
 
