@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -133,7 +134,10 @@ def operands_disagree(
 ) -> Fault:
     """Two operands lie differently along some dimensions."""
     lies = [[f"divided over {'/'.join(a)}" if (a := axes_of_dim(dim)) else "not divided" for dim in d] for d in dims]
-    along = [f"along one dimension one is {one}, the other {other}" for one, other in lies]
+    along = [
+        f"along {'one dimension' if n == 1 else f'{n} dimensions'} one is {one}, the other {other}"
+        for (one, other), n in Counter(map(tuple, lies)).items()
+    ]
     rule = f"{named(eqn)} of two arrays that lie differently: {listed(along)}."
     advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {listed(axes)}"
     if noise:

@@ -224,7 +224,7 @@ class Simulator(Domain):
         return self._read(value, found.reshape((1,) * self.lead + found.shape))
 
     def literal(self, atom: Variable) -> Array:
-        return self._read(atom, self.constant(None, atom.val))
+        return self._read(atom, self.constant(None, np.asarray(atom.val, atom.aval.dtype)))  # rounded as JAX does it
 
     def _read(self, of: Any, number: Array) -> Array:
         return np.full_like(number, self.numbers[id(of)]) if id(of) in self.numbers else number

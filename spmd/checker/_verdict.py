@@ -85,7 +85,7 @@ def judge(
       believed: The lines of opaque code, for which its reference stands in.
     """
     if any(one.certain for one in findings):
-        return Verdict("wrong", [_compared(trial)] if trial.wrong else [f"not tested: {trial.why}"])
+        return Verdict("wrong", [f"not tested: {trial.why}" if trial.why else _compared(trial)])
     if trial.meant:  # a ring whose blocks are a dimension is one program on whole arrays, with its mistakes
         return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
     if trial.why:

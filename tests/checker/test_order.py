@@ -77,10 +77,9 @@ SAYS = {
 
 @pytest.mark.parametrize(("told", "wrap"), share(mixed(SAYS, WRAPS)))
 def test_another_order_is_one_finding(told, wrap) -> None:
-    one, *others = found(model(*told, wrap=wrap), wrap)
-    # On JAX 0.12 a layer in a jit has two more of striped positions: uncertain, and of what the order makes of them.
-    known = wrap == "jit" and told[0] == "striped" and jax.__version_info__ >= (0, 11)
-    assert not others or (known and {(more.kind, more.certain) for more in others} == {("disagree", False)}), others
+    findings = found(model(*told, wrap=wrap), wrap)
+    [one] = findings
+    assert str(findings.verdict).endswith("are those of whole arrays, which depend on the sizes of axes too")
     assert one.kind == "order" and SAYS[told] in str(one)
     assert "- zigzag, as said at " in str(one) and "test_order.py" in str(one)
 

@@ -43,6 +43,14 @@ def agrees(fn: Callable[..., Any], *args: Any) -> None:
         np.testing.assert_allclose(one, np.asarray(held_number(two)), rtol=1e-4, atol=1e-5)
 
 
+def test_a_number_of_the_program_is_rounded_to_its_type() -> None:
+    """One that is given to a `jit` is a Python number in the jaxpr, and one that stands in the code is not."""
+    x = jnp.ones(3)
+    for fn in (lambda x: x * (1 / 3), lambda x: jax.jit(lambda x, n: x * n)(x, 1 / 3)):
+        [found] = simulate(jax.make_jaxpr(fn)(x), [held_number(x)], 10**8).outs
+        assert (found == float(np.float32(1 / 3))).all()
+
+
 COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "psum": lambda x: (lax.psum(x, "tp"), lax.psum(x, BOTH), lax.psum(x.sum(), TURNED)),
     "extremes": lambda x: (lax.pmax(x, "dp"), lax.pmin(x, BOTH)),
