@@ -47,6 +47,7 @@ from spmd.checker._simulator import (
     held_number,
     simulate,
 )
+from spmd.language import mesh_text
 from spmd.mesh import no_mesh, resized, with_sizes
 from spmd.modes import Mode, interpreted, mode
 
@@ -276,7 +277,7 @@ class _Program:
                     raise NoSuchDevice(FOR_ONE_NUMBER)
                 if _leaves(run, base) and not _leaves(run, ours) and self._always_leaves(ours, base, other, run):
                     raise NotSimulated(
-                        f"an index leaves its array on {_shown(other)}, and none does on the mesh; {COUNTS}"
+                        f"an index leaves its array on {mesh_text(other)}, and none does on the mesh; {COUNTS}"
                     )
                 return trial
         if meant or read:  # a number that is read so may be another one, and the program wrong
@@ -363,7 +364,7 @@ class _Program:
                 else:
                     jaxpr, other = self._traced(one)
                     if other != form:
-                        raise _Failed(f"a result has another shape on {_shown(one)}")
+                        raise _Failed(f"a result has another shape on {mesh_text(one)}")
                 if jaxpr:
                     return jaxpr, one or {}, f"{first}; {COUNTS}" if one and max(one.values()) > 1 else ""
             except _Failed as error:
@@ -475,7 +476,7 @@ def _on_mesh(
             if not around or not isinstance(error, ValueError):
                 at = f" at {line}" if (line := line_of_error(error)) else ""
                 said = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
-                raise _Failed(f"it fails on {_shown(sizes)}{at}: {said}") from error
+                raise _Failed(f"it fails on {mesh_text(sizes)}{at}: {said}") from error
 
 
 def _alone(sizes: Mapping[str, int]) -> dict[str, dict[str, int]]:
@@ -520,10 +521,6 @@ def _like(mesh: Any, sizes: Mapping[str, int]) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return with_sizes(mesh, sizes)
     return mesh.abstract_mesh.update(axis_sizes=with_sizes(mesh, sizes).axis_sizes)
-
-
-def _shown(sizes: Mapping[str, int]) -> str:
-    return " ".join(f"{axis}={n}" for axis, n in sizes.items())
 
 
 def _largest(x: Array) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+from spmd._text import fields_of
 from spmd.errors import Fault
 
 
@@ -38,16 +39,8 @@ class Finding(Fault):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {
-            "kind": self.kind,
-            "line": self.line,
-            "certain": self.certain,
-            "rule": self.rule,
-            "got": list(self.got),
-            "fix": [str(one) for one in self.fixes],
-            "advice": self.advice,
-            "message": str(self),
-        }
+        values = fields_of(self, "kind", "line", "certain", "rule", "got", "advice")
+        return {**values, "fix": [str(one) for one in self.fixes], "message": str(self)}
 
 
 def found(fault: Fault, kind: str, line: str, certain: bool = True) -> Finding:

@@ -10,12 +10,14 @@ import difflib
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import Literal
 
 from spmd import _compat
+from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
 from spmd.checker._numbers import subsets
@@ -40,19 +42,21 @@ class Located(NamedTuple):
       found: The equations that make a value which fits no layout of values that fit one, with those around them.
       lines: Their lines, and those of all that they read before it is complete: of a maximum over a block, say.
       behind: The lines of all that reads a value which fits no layout. Nobody knows whether that is right.
-      seen: All lines that were looked at.
+      seen: All lines that were looked at, in the order of the program.
       noisy: Whether random numbers are among the values that fit no layout.
+      counts: For those of `lines` with a number that is smaller than on one device, as the size of a block is: both.
     """
 
     found: Sequence[Where] = ()
     lines: frozenset[str] = frozenset()
     behind: frozenset[str] = frozenset()
-    seen: frozenset[str] = frozenset()
+    seen: Sequence[str] = ()
     noisy: bool = False
+    counts: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
     def clears(self, lines: Collection[str]) -> bool:
         """Return whether what stands at one of these lines is complete before values begin to differ."""
-        known = bool(self.found) and "" not in self.lines and not self.seen.isdisjoint(lines)
+        known = bool(self.found) and "" not in self.lines and not set(self.seen).isdisjoint(lines)
         return known and (self.lines | self.behind).isdisjoint(lines)
 
 
@@ -69,48 +73,46 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
     one, other = ([eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"] for jaxpr in (ours, base))
     if len(one) != len(other):
         return Located()
-    found: list[tuple[bool, Where]] = []
-    lines: set[str] = set()
-    behind: set[str] = set()
-    walks: list[_Body] = []
+    walk, guilty = _Walk(here, there), set[int]()
     for body, twin in zip(one, other, strict=True):
         if max(_compat.made_manual(twin).values(), default=1) == 1:
-            walk = _Body(_compat.made_manual(body), here, there)
-            guilty = walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,), [_NOBODY] * len(body.invars))
-            found += [(number in walk.absorbed, one) for number, one in enumerate(walk.found) if number in guilty]
-            lines.update(*(walk.read[number] for number in guilty))
-            behind.update(line for line, origins in walk.behind if origins & guilty)
-            walks.append(walk)
-    first = [one for _, one in sorted(found, key=lambda pair: pair[0])]
-    seen = _NOTHING.union(*(one.seen for one in walks))
-    return Located(first, frozenset(lines), frozenset(behind), seen, any(one.noisy for one in walks))
+            walk.machine.sizes = dict(_compat.made_manual(body))
+            guilty |= walk.visit(body.params["jaxpr"], twin.params["jaxpr"], (body,), [_NOBODY] * len(body.invars))
+    first = [walk.found[number] for number in sorted(guilty, key=lambda one: (one in walk.absorbed, one))]
+    lines = _NOTHING.union(*(walk.read[number] for number in guilty))
+    behind = frozenset(line for line, origins in walk.behind if origins & guilty)
+    counts = {line: pair for line, pair in walk.counts.items() if line in lines}
+    return Located(first, lines, behind, tuple(walk.seen), walk.noisy, counts)
 
 
-class _Body:
-    """One body, beside itself on a mesh of ones.
+class _Walk:
+    """Bodies, each beside itself on a mesh of ones.
 
     Attributes:
       found: The equations that make a value which fits no layout of values that fit one.
       read: For each of them the lines of what it reads before that is complete.
       behind: The lines of all that reads a value which fits no layout, and the equations that it comes from.
-      seen: All lines.
+      seen: All lines, in order.
       noisy: Whether random numbers are among the values that fit no layout.
+      counts: As of `Located`.
+      numbers: Whether a variable is made of numbers of the program alone. These may be sizes of blocks.
       absorbed: Those of which a value is made that fits one again, such as the indices of a table that is divided.
         Where there are others, they are innocent.
       lost: For each variable whose numbers fit no layout, which of these equations it comes from.
       open: For each variable that is not complete, the lines that it comes from.
     """
 
-    def __init__(self, sizes: Mapping[str, int], here: Known, there: Known) -> None:
+    def __init__(self, here: Known, there: Known) -> None:
         self.here, self.there, self.machine = here, there, Simulator(0)
-        self.machine.sizes = dict(sizes)
         self.lost: dict[Variable, frozenset[int]] = {}
         self.open: dict[Variable, frozenset[str]] = {}
         self.found: list[Where] = []
         self.read: list[frozenset[str]] = []
         self.behind: list[tuple[str, frozenset[int]]] = []
-        self.seen: set[str] = set()
+        self.seen: dict[str, None] = {}
         self.noisy = False
+        self.counts: dict[str, tuple[str, str]] = {}
+        self.numbers: dict[Variable, bool] = {}
         self.absorbed: set[int] = set()
 
     def visit(
@@ -124,23 +126,29 @@ class _Body:
             read = _NOTHING.union(*(self.open.get(v, _NOTHING) for v in eqn.invars if not isinstance(v, Literal)))
             if twin is None:
                 self.open.update(dict.fromkeys(eqn.outvars, read | {line_of(eqn, callers)}))
+                self.lost.update(dict.fromkeys(eqn.outvars, _NOBODY.union(*map(self._origins, eqn.invars))))
                 continue
             self._compare(eqn, twin, callers, read)
         return _NOBODY.union(*map(self._origins, first.outvars))
 
     def _compare(self, eqn: Equation, twin: Equation, callers: tuple[Equation, ...], read: frozenset[str]) -> None:
         """Look at an equation and its twin."""
-        operands = [self._origins(atom) for atom in eqn.invars]
+        operands, line = [self._origins(atom) for atom in eqn.invars], line_of(eqn, callers)
         origins = _NOBODY.union(*operands)
+        self.numbers.update(dict.fromkeys(eqn.outvars, bool(eqn.invars) and all(map(self._is_number, eqn.invars))))
+        own = not any(isinstance(name, CallName) for _, name in _compat.name_stack(eqn))  # and not a verb's
+        for one, other in zip(eqn.invars, twin.invars, strict=False):
+            if own and isinstance(one, Literal) and isinstance(other, Literal) and abs(one.val) < abs(other.val):
+                self.counts[line] = f"{one.val:g}", f"{other.val:g}"
         parts = held(eqn) if eqn.params.get("length") == twin.params.get("length") else ()
         for part, like in zip(parts, held(twin), strict=False):
             inner = opened(part.jaxpr)[0]
             for var, atom in zip(inner.invars, part.of(eqn.invars), strict=False):
                 self.open[var] = _NOTHING if isinstance(atom, Literal) else self.open.get(atom, _NOTHING)
+                self.numbers[var] = self._is_number(atom)
             origins |= self.visit(part.jaxpr, like.jaxpr, (*callers, eqn), part.of(operands))
             read = read.union(*(self.open.get(v, _NOTHING) for v in inner.outvars if not isinstance(v, Literal)))
-        line = line_of(eqn, callers)
-        self.seen.add(line)
+        self.seen.setdefault(line)
         read |= {line}
         self.behind += [(line, _NOBODY.union(*operands))] if any(operands) else []
         new = origins or frozenset((len(self.found),))
@@ -155,11 +163,15 @@ class _Body:
     def _origins(self, atom: Variable) -> frozenset[int]:
         return _NOBODY if isinstance(atom, Literal) else self.lost.get(atom, _NOBODY)
 
+    def _is_number(self, atom: Variable) -> bool:
+        return isinstance(atom, Literal) or self.numbers.get(atom, False)
+
     def _mark(self, var: Variable, like: Variable, origins: frozenset[int], read: frozenset[str]) -> bool:
         """Keep where a variable comes from if it is not complete, and return whether it fits no layout."""
         self.lost.pop(var, None)
         known = var in self.here and like in self.there
         fit = self._fit(self.here[var], self.there[like]) if known else _PERHAPS
+        fit = max(fit, _PERHAPS) if self._is_number(var) else fit
         self.open[var] = _NOTHING if fit == _WHOLE else read
         if fit == _LOST:
             self.lost[var] = origins

@@ -19,6 +19,7 @@ from spmd._trees.leaves import is_key, wrapped
 
 T = TypeVar("T")
 
+LOCAL_SIZE = 'a size from .shape is that of a shard: spmd.size("b") is that of the whole'
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
 
 
@@ -178,10 +179,11 @@ def advice_on(differences: Sequence[Difference], causes: Sequence[Cause]) -> str
     """Return what mistake gives such numbers, if that is known."""
     if causes:
         axes = "/".join(causes[0].axes)
-        local = 'a size from .shape is that of a shard: spmd.size("b") is that of the whole'
         if causes[0].large:
-            return f"a mean over {axes} instead of a sum; or a sum over {axes} only of what differs there;\n{local}"
-        return f"a sum over {axes} instead of a mean; or one division less by a size;\n{local}"
+            return (
+                f"a mean over {axes} instead of a sum; or a sum over {axes} only of what differs there;\n{LOCAL_SIZE}"
+            )
+        return f"a sum over {axes} instead of a mean; or one division less by a size;\n{LOCAL_SIZE}"
     if differences and all(one.permuted for one in differences):
         return "blocks are put together in another order than they were divided, or come from another device"
     return None

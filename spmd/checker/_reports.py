@@ -7,39 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import spmd.checker._mends as mend
 from spmd._jaxprs.lines import gradient_line, line_of
 from spmd._jaxprs.walker import Equation, Variable, opened, shape_of
 from spmd.checker._history import call_around, shown_spec
 from spmd.checker._made import Place, lying
-from spmd.checker._mends import (
-    MEANT,
-    OWN_NOISE,
-    as_it_says,
-    between,
-    block_of_what,
-    changed,
-    completed,
-    completed_first,
-    done_to_pieces,
-    iota,
-    joined,
-    listed,
-    marked,
-    named,
-    of_the_whole,
-    partial_operands,
-    pieces_of,
-    place_at,
-    rather,
-    reasons,
-    reduced,
-    reshaped,
-    shown_dims,
-    summed_in,
-    what_it_may_be,
-    where,
-    written,
-)
 from spmd.checker._state import STEP, Dim, Pending, State, axes_of_dim
 from spmd.checker._table import rounds
 from spmd.errors import Fault, Fix
@@ -48,15 +20,15 @@ from spmd.language import Layout, verb_for
 
 def not_completed(walk: Any, eqn: Equation, axes: Sequence[str], pending: Sequence[Pending]) -> Fault:
     """A reduction of what was done to pieces, that does not complete it."""
-    rule = f"{done_to_pieces(pending)}, and {named(eqn)} does not complete that."
+    rule = f"{mend.done_to_pieces(pending)}, and {mend.named(eqn)} does not complete that."
     rule = rule[0].upper() + rule[1:]
-    got = (*where(walk, eqn), *pieces_of(walk, pending))
-    return Fault(rule, walk.kernel, None, None, got, advice=completed(walk, pending))
+    got = (*mend.where(walk, eqn), *mend.pieces_of(walk, pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=mend.completed(walk, pending))
 
 
 def summed_by_gradient(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A sum that a gradient adds inside a body."""
-    along, marks = listed(axes), ",".join(axes)
+    along, marks = mend.listed(axes), ",".join(axes)
     rule = f"the gradient of a value that is equal on {along} is summed over {along} here, and nobody wrote this sum."
     shape = ",".join(str(n) for n in getattr(eqn.outvars[0].aval, "shape", ()))
     at = f", at {line}" if (line := gradient_line(eqn)) else ""
@@ -70,22 +42,22 @@ def summed_by_gradient(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
 
 def mistyped(eqn: Equation, callers: Sequence[Equation], axes: Sequence[str]) -> Fault:
     """A value that JAX's type calls equal, and that differs."""
-    along = listed(axes)
-    rule = f"JAX types the result of {named(eqn)} equal on {along}, and it differs there: gradients follow JAX's type."
+    along, name = mend.listed(axes), mend.named(eqn)
+    rule = f"JAX types the result of {name} equal on {along}, and it differs there: gradients follow JAX's type."
     names = f'"{axes[0]}"' if len(axes) == 1 else str(tuple(axes))
     advice = f'jax.lax.pcast(<the result>, {names}, to="varying")'
     place = line_of(eqn, callers)
-    return Fault(rule, None, None, None, (f"{named(eqn)} at {place}",) if place else (), advice=advice)
+    return Fault(rule, None, None, None, (f"{name} at {place}",) if place else (), advice=advice)
 
 
 def copies_reduced(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A sum of equal values."""
-    along = listed(axes)
+    along = mend.listed(axes)
     n = 1
     for axis in axes:
         n *= walk.sizes[axis]
-    rule = f"{named(eqn)} over {along} of a value that is equal there: it becomes {n} times as large."
-    got = (*where(walk, eqn), *[f"gathered at {line_of(o.eqn, o.callers)}" for a in axes
+    rule = f"{mend.named(eqn)} over {along} of a value that is equal there: it becomes {n} times as large."
+    got = (*mend.where(walk, eqn), *[f"gathered at {line_of(o.eqn, o.callers)}" for a in axes
                                 for o in walk.history.gathers(eqn.invars[0], a)])  # fmt: skip
     return Fault(rule, walk.kernel, None, None, tuple(dict.fromkeys(got)), advice=f"leave out {along}, or lax.pmean")
 
@@ -102,21 +74,21 @@ def gathered_out_of_order(walk: Any, eqn: Equation, state: State, dim: int, axes
             f"dimension {dim} was gathered over an outer axis before {'/'.join(axes)}, "
             "and now its blocks are joined in another order."
         )
-    got = (*where(walk, eqn), *reasons(walk, eqn.invars[0], axes))
+    got = (*mend.where(walk, eqn), *mend.reasons(walk, eqn.invars[0], axes))
     return Fault(rule, walk.kernel, None, None, got, advice=f"gather {'/'.join(have[::-1][:1])} first, the innermost")
 
 
 def orders_differ(walk: Any, eqn: Equation, axes: Sequence[str], one: Any, other: Any) -> Fault:
     """Elements in one order are combined with elements in another one."""
-    rule = f"{named(eqn)} of two arrays whose elements lie in different orders along {listed(axes)}."
-    got = (*where(walk, eqn), *(_in_order(walk, each) for each in (one, other)))
+    rule = f"{mend.named(eqn)} of two arrays whose elements lie in different orders along {mend.listed(axes)}."
+    got = (*mend.where(walk, eqn), *(_in_order(walk, each) for each in (one, other)))
     return Fault(rule, walk.kernel, None, None, got, advice=_ONE_ORDER)
 
 
 def ordered_otherwise(walk: Any, said: Any, have: Any) -> Fault:
     """A value is taken for one in another order."""
     one, other = have.placement, said.placement
-    rule = f"The elements along {listed(have.axes)} lie in {one} order, and are read in {other} order."
+    rule = f"The elements along {mend.listed(have.axes)} lie in {one} order, and are read in {other} order."
     got = (_in_order(walk, have), _in_order(walk, said))
     return Fault(rule, walk.kernel, None, None, got, advice=_ONE_ORDER)
 
@@ -138,15 +110,17 @@ def operands_disagree(
         f"along {'one dimension' if n == 1 else f'{n} dimensions'} one is {one}, the other {other}"
         for (one, other), n in Counter(map(tuple, lies)).items()
     ]
-    rule = f"{named(eqn)} of two arrays that lie differently: {listed(along)}."
-    advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {listed(axes)}"
+    rule = f"{mend.named(eqn)} of two arrays that lie differently: {mend.listed(along)}."
+    advice = f"split, gather or relayout one of them; spmd.iota and spmd.random make blocks along {mend.listed(axes)}"
     if noise:
-        numbers = f"random numbers, which are the same on every device along {listed(axes)}"
-        rule = f"{named(eqn)} with {numbers}: the other array is divided there, and its blocks get the same numbers."
-        advice = OWN_NOISE
-    got = [*where(walk, eqn)]
+        numbers = f"random numbers, which are the same on every device along {mend.listed(axes)}"
+        rule = (
+            f"{mend.named(eqn)} with {numbers}: the other array is divided there, and its blocks get the same numbers."
+        )
+        advice = mend.OWN_NOISE
+    got = [*mend.where(walk, eqn)]
     for number, atom in enumerate(eqn.invars[:3]):
-        why = [f"operand {number}: {line}" for axis in axes for line in reasons(walk, atom, [axis])]
+        why = [f"operand {number}: {line}" for axis in axes for line in mend.reasons(walk, atom, [axis])]
         got += why
         if not why and not noise and _counts(walk, atom):
             got.append(f"operand {number}: made from numbers that begin at 0 on each device, as those of jnp.arange")
@@ -154,7 +128,7 @@ def operands_disagree(
         elif not why and _is_constant(walk, atom):
             got.append(f"operand {number}: an array of the program itself, which is equal everywhere")
             own = f'spmd.split(<the whole array>, "<name> -> <name>/{axes[0]}"), or an argument of the kernel'
-            advice = f"{own}, which is divided; for random numbers {OWN_NOISE}"
+            advice = f"{own}, which is divided; for random numbers {mend.OWN_NOISE}"
         if (rank := _rank_before_broadcasting(walk, atom)) is not None:
             got.append(f"operand {number}: rank {rank}, and broadcasting gives it rank {len(shape_of(atom))}")
             advice = f'keep a reduced dimension as 1, "b d/tp -> b 1" or keepdims=True; or else {advice}'
@@ -189,7 +163,7 @@ def _rank_before_broadcasting(walk: Any, atom: Variable) -> int | None:
 
 def nonlinear_use(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """Something that is not linear, of a partial sum."""
-    name = named(eqn)
+    name = mend.named(eqn)
     done = f"take {name} after the sum is complete"
     if name in ("mul", "matmul", "conv_general_dilated"):
         done = "multiply two such sums after one of them is complete"
@@ -197,24 +171,26 @@ def nonlinear_use(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
         done = f"divide {'whole numbers' if rounds(eqn) else 'by it'} after the sum is complete"
     if name == "convert_element_type":
         done = f"round to {eqn.params['new_dtype']} after the sum is complete"
-    rule = f"each device along {listed(axes)} has only its term of a sum {marked(axes)}; {done}."
+    rule = f"each device along {mend.listed(axes)} has only its term of a sum {mend.marked(axes)}; {done}."
     return _mended(walk, eqn, axes, rule)
 
 
 def _mended(walk: Any, eqn: Equation, axes: Sequence[str], rule: str) -> Fault:
     """A fault of an equation that uses a partial sum: with the lines in place of it, where they are known."""
-    first = completed_first(walk, eqn, axes)
-    call, operands = call_around(eqn, walk.callers), partial_operands(walk, eqn, axes)
+    first = mend.completed_first(walk, eqn, axes)
+    call, operands = call_around(eqn, walk.callers), mend.partial_operands(walk, eqn, axes)
     others = [walk.known[v].different & {*axes} for v in eqn.invars if not hasattr(v, "val") and v in walk.known]
     if any(others):  # of which it is not known what completes them
-        advice = joined(first, f"the other operand differs along {listed(axes)}, and may be a term of a sum too", "\n")
-        return Fault(rule, walk.kernel, None, None, where(walk, eqn), None, joined(advice, MEANT, "\n"))
-    if any(summed_in(walk, atom, call) for atom in operands):
-        fix, advice = None, of_the_whole(walk, operands, call, axes)
+        advice = mend.joined(
+            first, f"the other operand differs along {mend.listed(axes)}, and may be a term of a sum too", "\n"
+        )
+        return Fault(rule, walk.kernel, None, None, mend.where(walk, eqn), None, mend.joined(advice, mend.MEANT, "\n"))
+    if any(mend.summed_in(walk, atom, call) for atom in operands):
+        fix, advice = None, mend.of_the_whole(walk, operands, call, axes)
     else:
-        told = reduced(walk, operands[0], call) if len(operands) == 1 else None
-        fix, advice = (told, None) if isinstance(told, Fix) else (None, joined(told or first, MEANT, "\n"))
-    return Fault(rule, walk.kernel, None, None, where(walk, eqn), fix, advice)
+        told = mend.reduced(walk, operands[0], call) if len(operands) == 1 else None
+        fix, advice = (told, None) if isinstance(told, Fix) else (None, mend.joined(told or first, mend.MEANT, "\n"))
+    return Fault(rule, walk.kernel, None, None, mend.where(walk, eqn), fix, advice)
 
 
 def on_pieces_too(walk: Any, eqn: Equation, fault: Fault, pending: Sequence[Pending]) -> Fault:
@@ -224,35 +200,35 @@ def on_pieces_too(walk: Any, eqn: Equation, fault: Fault, pending: Sequence[Pend
     if not others:
         return fault
     told = fault.advice or ";\n".join(map(str, fault.fixes))
-    advice = joined(told, completed(walk, others), " and ")
-    return replace(fault, got=(*fault.got, *pieces_of(walk, others)), fix=None, advice=advice)
+    advice = mend.joined(told, mend.completed(walk, others), " and ")
+    return replace(fault, got=(*fault.got, *mend.pieces_of(walk, others)), fix=None, advice=advice)
 
 
 def mixed_sum(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A partial sum and an equal value in one sum."""
-    along = listed(axes)
+    along = mend.listed(axes)
     return _met(walk, eqn, axes, f"is equal on {along}: the sum over {along} would count that value once per device")
 
 
 def mixed_blocks(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A partial sum and a divided value in one sum."""
     harm = "each block would meet only its device's term of the sum"
-    return _met(walk, eqn, axes, f"is divided over {listed(axes)}: {harm}")
+    return _met(walk, eqn, axes, f"is divided over {mend.listed(axes)}: {harm}")
 
 
 def scaled_by_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A partial sum times a value that is not the same for all its parts."""
-    return _met(walk, eqn, axes, f"differs along {listed(axes)}: each term would be scaled differently")
+    return _met(walk, eqn, axes, f"differs along {mend.listed(axes)}: each term would be scaled differently")
 
 
 def _met(walk: Any, eqn: Equation, axes: Sequence[str], other: str) -> Fault:
     """A partial sum that meets another value: how that one lies, and what is wrong with it."""
-    return _mended(walk, eqn, axes, f"{named(eqn)} of a partial sum {marked(axes)} and a value that {other}.")
+    return _mended(walk, eqn, axes, f"{mend.named(eqn)} of a partial sum {mend.marked(axes)} and a value that {other}.")
 
 
 def divergent(walk: Any, eqn: Equation, inner: Sequence[str], axes: Sequence[str]) -> Fault:
     """Collectives that only some of their devices would enter."""
-    along, names = listed(axes), listed(sorted({named(one) for one in inner}))
+    along, names = mend.listed(axes), mend.listed(sorted({mend.named(one) for one in inner}))
     if eqn.primitive.name == "while":
         what, doing = "a while whose condition", "leave the loop at different times"
         advice = f"make the condition equal on {along}, e.g. pmax of the flag that goes on"
@@ -266,7 +242,7 @@ def divergent(walk: Any, eqn: Equation, inner: Sequence[str], axes: Sequence[str
         f"the devices would {doing} and wait for each other for ever."
     )
     test = opened(eqn.params["cond_jaxpr"])[0].outvars[0] if eqn.primitive.name == "while" else eqn.invars[0]
-    got = (*where(walk, eqn), *reasons(walk, test, axes))
+    got = (*mend.where(walk, eqn), *mend.reasons(walk, test, axes))
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
 
 
@@ -274,7 +250,7 @@ def interpreted(walk: Any, eqn: Equation) -> Fault:
     """A Pallas call with `interpret=True`, on values that vary."""
     rule = "JAX interprets Pallas calls without the mesh axes on which values vary, and fails where a kernel has them."
     advice = 'spmd.opaque(fn, "in -> out") around the Pallas call, which hides those axes from it'
-    return Fault(rule, walk.kernel, None, None, where(walk, eqn), advice=advice)
+    return Fault(rule, walk.kernel, None, None, mend.where(walk, eqn), advice=advice)
 
 
 # --- what a string says ----------------------------------------------------------------------------------------------
@@ -285,18 +261,18 @@ def interpreted(walk: Any, eqn: Equation) -> Fault:
 def claimed_divided(walk: Any, eqn: Equation, state: State, dim: int, axes: Sequence[str]) -> Fault:
     """Equal, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
-    shown, along = _dim(eqn, dim), listed(axes)
+    shown, along = _dim(eqn, dim), mend.listed(axes)
     name = " ".join(a.name for a in layout.dims[dim].atoms)
     says = f'"{shown}" says that {name} is divided over {along}'
-    span, place = layout.dims[dim].span, place_at(walk, eqn)
+    span, place = layout.dims[dim].span, mend.place_at(walk, eqn)
     given = not walk.history.arguments.keys().isdisjoint(walk.history.behind(eqn.invars[0]))
     if not given and walk.history.made_by(eqn.invars[0], "iota"):
         rule = f"{says}, but this arange counts from 0 on every device along {along}."
-        fix = iota(walk, eqn, dim) if place is not None and place.counts else None
+        fix = mend.iota(walk, eqn, dim) if place is not None and place.counts else None
         return _at_marker(walk, eqn, rule, span, (), fix, None if fix else f'spmd.iota("{shown}") in its place')
     if walk.random(eqn.invars[0], state):
         rule = f"{says}, but these random numbers are the same on every device along {along}."
-        return _at_marker(walk, eqn, rule, span, (), None, OWN_NOISE)
+        return _at_marker(walk, eqn, rule, span, (), None, mend.OWN_NOISE)
     have = None if place is None or place.made else place.like(layout)
     if have is not None and verb_for(have, layout) != "split":
         return _lies_otherwise(walk, eqn, state, have, place)
@@ -304,23 +280,23 @@ def claimed_divided(walk: Any, eqn: Equation, state: State, dim: int, axes: Sequ
     if any(one.kind == "layout" for one in walk.findings) and not walk.history.gathers(eqn.invars[0], axes[0]):
         first = "a string before it says that it is whole: mend that one first"
         return _at_marker(walk, eqn, rule, span, (), None, first)
-    fix = as_it_says(walk, eqn, place)
-    return _at_marker(walk, eqn, rule, span, (), fix, None if fix else block_of_what(walk, eqn, state, axes))
+    fix = mend.as_it_says(walk, eqn, place)
+    return _at_marker(walk, eqn, rule, span, (), fix, None if fix else mend.block_of_what(walk, eqn, state, axes))
 
 
 def partial_claimed_divided(walk: Any, eqn: Equation, dim: int, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed divided."""
     layout = eqn.params["layout"].without_brackets()
-    shown, along = _dim(eqn, dim), listed(axes)
+    shown, along = _dim(eqn, dim), mend.listed(axes)
     rule = f'"{shown}" says that each device along {along} holds a block, but each holds a partial sum.'
-    before = changed(layout, drop=axes, unreduced={*layout.unreduced, *axes})
-    return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), between(eqn, before, layout))
+    before = mend.changed(layout, drop=axes, unreduced={*layout.unreduced, *axes})
+    return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), mend.between(eqn, before, layout))
 
 
 def claimed_partial(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """Equal, and claimed to be a partial sum."""
     layout = eqn.params["layout"]
-    along, mark = listed(axes), marked(axes)
+    along, mark = mend.listed(axes), mend.marked(axes)
     count = 1
     for axis in axes:
         count *= walk.sizes.get(axis, 0)
@@ -329,44 +305,44 @@ def claimed_partial(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
         f'"{mark}" says that each device along {along} holds one term of a sum, '
         f"but the value is equal on {along}: summing {n} copies multiplies it by {n}."
     )
-    whole = changed(layout, unreduced=[a for a in layout.unreduced if a not in axes])
-    advice = f'it is complete, "{written(eqn, whole)}": leave out {mark} and the psum'
+    whole = mend.changed(layout, unreduced=[a for a in layout.unreduced if a not in axes])
+    advice = f'it is complete, "{mend.written(eqn, whole)}": leave out {mark} and the psum'
     return _at_marker(walk, eqn, rule, _mark_span(layout), (), advice=advice)
 
 
 def unexpected_partial(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """A partial sum, and claimed complete."""
     layout = eqn.params["layout"]
-    along, shown = listed(axes), written(eqn, layout)
-    rule = f'"{shown}" says that the value is equal on {along}, but it is a partial sum {marked(axes)}.'
+    along, shown = mend.listed(axes), mend.written(eqn, layout)
+    rule = f'"{shown}" says that the value is equal on {along}, but it is a partial sum {mend.marked(axes)}.'
     whole = layout.without_brackets()
-    place = place_at(walk, eqn)
+    place = mend.place_at(walk, eqn)
     summed = place is not None and place.made is not None and place.made.op == "sum"
     if summed or walk.history.declared(eqn.invars[0], axes):
-        fix = between(eqn, changed(whole, unreduced={*whole.unreduced, *axes}), whole)
+        fix = mend.between(eqn, mend.changed(whole, unreduced={*whole.unreduced, *axes}), whole)
     else:
-        fix = as_it_says(walk, eqn, place)
-    advice = None if fix else what_it_may_be(eqn, axes, place)
-    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
+        fix = mend.as_it_says(walk, eqn, place)
+    advice = None if fix else mend.what_it_may_be(eqn, axes, place)
+    return _at_marker(walk, eqn, rule, _span(layout), mend.reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
 def unexpected_difference(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """Different, and claimed equal."""
     layout = eqn.params["layout"]
-    along, shown = listed(axes), written(eqn, layout)
-    place = place_at(walk, eqn)
+    along, shown = mend.listed(axes), mend.written(eqn, layout)
+    place = mend.place_at(walk, eqn)
     have = None if place is None or place.made else place.like(layout.without_brackets())
     if have is not None and verb_for(have, layout.without_brackets()) not in ("all_gather", "nothing"):
         return _lies_otherwise(walk, eqn, state, have, place)
     rule = f'"{shown}" says that the value is equal on {along}, but it differs along {along}.'
-    fix = as_it_says(walk, eqn, place)
-    advice = None if fix else reshaped(state, axes) or what_it_may_be(eqn, axes, place)
-    return _at_marker(walk, eqn, rule, _span(layout), reasons(walk, eqn.invars[0], axes), fix, advice)
+    fix = mend.as_it_says(walk, eqn, place)
+    advice = None if fix else mend.reshaped(state, axes) or mend.what_it_may_be(eqn, axes, place)
+    return _at_marker(walk, eqn, rule, _span(layout), mend.reasons(walk, eqn.invars[0], axes), fix, advice)
 
 
 def closed_while_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A call makes its result equal along axes that its string does not name, and its operand differs there."""
-    along = listed(axes)
+    along = mend.listed(axes)
     rule = (
         f"the result of this call is equal on {along}, which its string does not name, and its operand differs there: "
         "rows of different devices would be mixed."
@@ -378,7 +354,7 @@ def closed_while_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fau
         f'reduce(x, "{divided} {eqn.params["layout"].short} -> {divided}", ...)'
     )
     return _at_marker(
-        walk, eqn, rule, _span(eqn.params["layout"]), (*where, *reasons(walk, eqn.invars[0], axes)), None, advice
+        walk, eqn, rule, _span(eqn.params["layout"]), (*where, *mend.reasons(walk, eqn.invars[0], axes)), None, advice
     )
 
 
@@ -393,7 +369,7 @@ def _is_row(walk: Any, eqn: Equation, axis: str) -> bool:
 
 def lies_otherwise(walk: Any, eqn: Equation, state: State) -> Fault:
     """It is known how each dimension lies, and that is not as the layout says."""
-    place = place_at(walk, eqn)
+    place = mend.place_at(walk, eqn)
     layout = eqn.params["layout"].without_brackets()
     have = None if place is None or place.made else place.like(layout)
     if have is None:
@@ -405,26 +381,28 @@ def _lies_otherwise(walk: Any, eqn: Equation, state: State, have: Layout | None,
     """It is known how the value lies, and that is not as the layout says: one finding, however many axes are wrong."""
     layout = eqn.params["layout"].without_brackets()
     if have is None:
-        rule = f'"{written(eqn, layout)}" is what the layout says, and the value lies as "{shown_dims(state)}".'
+        rule = (
+            f'"{mend.written(eqn, layout)}" is what the layout says, and the value lies as "{mend.shown_dims(state)}".'
+        )
         axes = sorted(state.divided ^ set(layout.axes)) or sorted(state.divided)
-        why, span = reasons(walk, eqn.invars[0], axes), _span(eqn.params["layout"])
-        return _at_marker(walk, eqn, rule, span, why, advice=reshaped(state, axes))
-    rule = f'"{written(eqn, layout)}" is what the layout says, and the value lies as "{written(eqn, have)}".'
+        why, span = mend.reasons(walk, eqn.invars[0], axes), _span(eqn.params["layout"])
+        return _at_marker(walk, eqn, rule, span, why, advice=mend.reshaped(state, axes))
+    rule = f'"{mend.written(eqn, layout)}" is what the layout says, and the value lies as "{mend.written(eqn, have)}".'
     wrong = sorted(set(have.axes) ^ set(layout.axes))
     gathers = [line_of(o.eqn, o.callers) for axis in wrong for o in walk.history.gathers(eqn.invars[0], axis)]
-    got = [*reasons(walk, eqn.invars[0], [a for a in wrong if a in have.axes])]
+    got = [*mend.reasons(walk, eqn.invars[0], [a for a in wrong if a in have.axes])]
     got += [f"gathered at {line}" for line in dict.fromkeys(gathers) if line]
-    fix = between(eqn, have, layout, place and place.name)
+    fix = mend.between(eqn, have, layout, place and place.name)
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
 
 
 def hidden_in_ellipsis(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """An axis that the pattern uses divides a dimension that `...` stands for."""
     layout = eqn.params["layout"]
-    along = listed(list(dict.fromkeys(axes)))
+    along = mend.listed(list(dict.fromkeys(axes)))
     at = next((dim.span for dim in layout.dims if dim.ellipsis), None)
     rule = f'"..." stands for a dimension that is divided over {along}, and the string uses {along} elsewhere.'
-    got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
+    got = [f'the value lies as "{mend.shown_dims(state)}"', *mend.reasons(walk, eqn.invars[0], axes)]
     advice = (
         f"the keyword of a ready-made layer for {along}; in a string of yours name the dimension, or gather it first"
     )
@@ -433,9 +411,9 @@ def hidden_in_ellipsis(walk: Any, eqn: Equation, state: State, axes: Sequence[st
 
 def blocks_claimed_partial(walk: Any, eqn: Equation, state: State, axes: Sequence[str]) -> Fault:
     """Divided, and claimed to be a partial sum."""
-    along, mark = listed(axes), marked(axes)
+    along, mark = mend.listed(axes), mend.marked(axes)
     rule = f'"{mark}" says that each device along {along} holds one term of a sum, but each holds a block.'
-    got = [f'the value lies as "{shown_dims(state)}"', *reasons(walk, eqn.invars[0], axes)]
+    got = [f'the value lies as "{mend.shown_dims(state)}"', *mend.reasons(walk, eqn.invars[0], axes)]
     advice = f"leave out {mark}: gather the blocks, or sum over the divided dimension first"
     return _at_marker(walk, eqn, rule, _mark_span(eqn.params["layout"]), got, None, advice)
 
@@ -443,18 +421,18 @@ def blocks_claimed_partial(walk: Any, eqn: Equation, state: State, axes: Sequenc
 def pending_claimed(walk: Any, eqn: Equation, pending: Sequence[Pending]) -> Fault:
     """Something was done to a piece, and the result is claimed to be that of the whole."""
     layout = eqn.params["layout"]
-    rule = f'"{written(eqn, layout)}" is claimed of the whole array, and {done_to_pieces(pending)}.'
-    place = place_at(walk, eqn)
-    fix = as_it_says(walk, eqn, place)
-    advice = completed(walk, pending)
+    rule = f'"{mend.written(eqn, layout)}" is claimed of the whole array, and {mend.done_to_pieces(pending)}.'
+    place = mend.place_at(walk, eqn)
+    fix = mend.as_it_says(walk, eqn, place)
+    advice = mend.completed(walk, pending)
     if place is not None and place.made is not None and {place.made.op} == {p.kind for p in pending}:
-        advice = joined(what_it_may_be(eqn, [pending[0].axis], place), MEANT)
-    return _at_marker(walk, eqn, rule, _span(layout), pieces_of(walk, pending), fix, None if fix else advice)
+        advice = mend.joined(mend.what_it_may_be(eqn, [pending[0].axis], place), mend.MEANT)
+    return _at_marker(walk, eqn, rule, _span(layout), mend.pieces_of(walk, pending), fix, None if fix else advice)
 
 
 def returned_partial(walk: Any, eqn: Equation, index: int, axes: Sequence[str], spec: Any) -> Fault:
     """A partial sum leaves the kernel as if it were complete."""
-    mark, along = marked(axes), listed(axes)
+    mark, along = mend.marked(axes), mend.listed(axes)
     rule = f"The body returned a partial sum over {along}, and the signature does not say {mark}."
     got = (f"output {index}, {spec}",)
     return Fault(rule, walk.kernel, None, None, got, Fix("psum", ("result",), f"... {mark} -> ..."))
@@ -462,16 +440,16 @@ def returned_partial(walk: Any, eqn: Equation, index: int, axes: Sequence[str], 
 
 def pending_returned(walk: Any, eqn: Equation, index: int, pending: Sequence[Pending], spec: Any) -> Fault:
     """Describe what was done to pieces and leaves a raw `shard_map`."""
-    rule = f"{done_to_pieces(pending)}, and the results are put together."
+    rule = f"{mend.done_to_pieces(pending)}, and the results are put together."
     rule = rule[0].upper() + rule[1:]
-    got = (f"output {index}, {shown_spec(spec)}", *pieces_of(walk, pending))
-    return Fault(rule, walk.kernel, None, None, got, advice=completed(walk, pending))
+    got = (f"output {index}, {shown_spec(spec)}", *mend.pieces_of(walk, pending))
+    return Fault(rule, walk.kernel, None, None, got, advice=mend.completed(walk, pending))
 
 
 def returned_otherwise(walk: Any, eqn: Equation, index: int, state: State, spec: Any) -> Fault:
     """A result of a raw `shard_map` lies otherwise than its spec puts it together."""
     rule = "A result is put together along other dimensions, or in another order, than it is divided."
-    got = (f"output {index}, {shown_spec(spec)}", f'the value lies as "{shown_dims(state)}"')
+    got = (f"output {index}, {shown_spec(spec)}", f'the value lies as "{mend.shown_dims(state)}"')
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
 
 
@@ -509,7 +487,7 @@ def _at_marker(
     advice: str | None = None,
 ) -> Fault:
     source = eqn.params["layout"].source
-    if (told := rather(walk, eqn, fix)) is not None:
+    if (told := mend.rather(walk, eqn, fix)) is not None:
         fix, advice = None, told
     written = source is not None and source in eqn.params["call"] and span is not None and span[1] > span[0]
     shown = (source, span) if written else (None, None)

@@ -14,7 +14,7 @@ from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
 from spmd.checker._located import Located
-from spmd.checker._numbers import Difference, advice_on, cause_of, labelled
+from spmd.checker._numbers import LOCAL_SIZE, Difference, advice_on, cause_of, labelled
 from spmd.checker._primitives import draws
 from spmd.checker._simulator import Fault as Broken
 from spmd.checker._state import FREE, HIDDEN, STEP, State, axes_of_dim
@@ -193,18 +193,36 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     guilty = [axis for axis, differences in alone.items() if differences]
     if guilty and len(guilty) < len(alone):
         got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
-    first = next((line for eqn, callers in trial.first().found if (line := line_of(eqn, callers))), "")
+    located = trial.first()
+    first, *whence = _whence(located) or [""]
     if first:
-        got.append(f"from {first} on, values fit no layout of those on one device")
+        got += [f"from {first} on, values fit no layout of those on one device", *whence]
     elif unknown:
         got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
-    advice = advice or (
-        "spmd.check(...).source() shows the layout of every value beside its line; "
-        "a program that counts devices in Python has reference= to say what it means"
+    advice = (
+        advice
+        or (LOCAL_SIZE if located.counts else "")
+        or (
+            "spmd.check(...).source() shows the layout of every value beside its line; "
+            "a program that counts devices in Python has reference= to say what it means"
+        )
     )
     return found(Fault(rule, got=(*got, on), advice=advice), "numbers", first or trial.line or called_at())
+
+
+def _whence(located: Located) -> list[str]:
+    """Return the line where values begin to differ, and what is known of it in words."""
+    begins = list(dict.fromkeys(line for eqn, callers in located.found if (line := line_of(eqn, callers))))
+    guilty = [line for line in located.seen if line and line in located.lines]
+    told = begins[:1]
+    if before := [line for line in guilty if line not in begins]:
+        told.append(f"it reads values that are not complete, or have another size: made at {_first(before[::-1])}")
+    for number, whole in dict.fromkeys(located.counts[line] for line in guilty if line in located.counts):
+        at = _first([line for line in guilty if located.counts.get(line) == (number, whole)])
+        told.append(f"at {at} the number {number} is {whole} on one device: it depends on the size of a block")
+    return told if begins else []
 
 
 def _factors(

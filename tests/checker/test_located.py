@@ -62,6 +62,33 @@ def test_the_line_is_named(body: Any) -> None:
     assert any(one.startswith("from ") and "values fit no layout" in one for one in finding.got)
 
 
+def test_a_verb_between_does_not_hide_the_line() -> None:
+    """A verb over one device leaves equations out, so some have none beside them on one device."""
+
+    def transposed(x):
+        mean = jnp.tanh(x) / x.shape[0]  # here
+        return spmd.all_to_all(mean, "b/dp d -> b d/dp")
+
+    finding = said(spmd.kernel("b/dp d -> b d/dp", mesh=MESH)(transposed), ROWS)
+    assert line(transposed) in finding.line, finding
+    [number] = [one for one in finding.got if "the number " in one]
+    assert number.endswith("the number 4 is 8 on one device: it depends on the size of a block")
+    assert line(transposed) in number and "spmd.size" in finding.advice
+
+
+def test_what_the_line_reads_is_named_too() -> None:
+    """A padded block has another size than the padded array, so nobody can say whether it is right."""
+
+    def smoothed(x):
+        own = jnp.pad(jnp.tanh(x), ((1, 1), (0, 0)), mode="wrap")  # here
+        flux = spmd.stencil.halo(x, "b/dp d -> 1+b/dp+1 d") * own
+        return flux[2:] - flux[:-2]
+
+    finding = said(kernel(smoothed), ROWS)
+    [read] = [one for one in finding.got if one.startswith("it reads values that are not complete")]
+    assert line(smoothed) in read and line(smoothed) not in finding.line, finding
+
+
 @jax.custom_vjp
 def total(x):
     return spmd.psum(x, "d {U:dp} -> d")
