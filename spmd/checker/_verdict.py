@@ -216,7 +216,7 @@ def _whence(located: Located) -> list[str]:
     """Return the line where values begin to differ, and what is known of it in words."""
     begins = list(dict.fromkeys(line for eqn, callers in located.found if (line := line_of(eqn, callers))))
     guilty = [line for line in located.seen if line and line in located.lines]
-    told = begins[:1]
+    told: list[str] = [*begins[:1]]
     if before := [line for line in guilty if line not in begins]:
         told.append(f"it reads values that are not complete, or have another size: made at {_first(before[::-1])}")
     for number, whole in dict.fromkeys(located.counts[line] for line in guilty if line in located.counts):
