@@ -115,6 +115,7 @@ class Trial:
     def agrees(self) -> bool:
         return not (self.differences or self.faults or self.why)
 
+    @functools.cached_property
     def by_axis(self) -> dict[str, Sequence[Difference]]:
         """Return how it differs where one axis alone has several devices, if there are several axes and it is known."""
         found = {axis: self.along(sizes) for axis, sizes in _alone(self.sizes).items()}

@@ -14,7 +14,7 @@ from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
 from spmd.checker._located import Located
-from spmd.checker._numbers import LOCAL_SIZE, Difference, advice_on, cause_of, labelled
+from spmd.checker._numbers import LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
 from spmd.checker._primitives import draws
 from spmd.checker._simulator import Fault as Broken
 from spmd.checker._state import FREE, HIDDEN, STEP, State, axes_of_dim
@@ -160,11 +160,14 @@ def about_gradients(suspicions: Iterable[Finding]) -> bool:
 
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
     """Return the suspicions of a wrong program of which everything is complete before values begin to differ. What only
-    a gradient shows may be any of them.
+    a gradient shows may be any of them. If all numbers are too large by the size of an axis, no element has met another
+    one than it should.
     """
     first = trial.first() if trial.wrong and not trial.faults else Located()
     known = [one for one in suspicions if one in walk.about and one.kind in _SUSPICIONS - _BACKWARD]
-    return [one for one in known if first.clears(_lines(one, walk))]
+    met = [one for one in known if one.kind == "disagree"]
+    met = met if met and trial.wrong and not trial.faults and all(_causes(trial).values()) else []
+    return [one for one in known if one in met or first.clears(_lines(one, walk))]
 
 
 def _lines(one: Finding, walk: Engine) -> set[str]:
@@ -184,8 +187,7 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     on = mesh_text(trial.sizes)
     if trial.faults:
         return _of_fault(trial.faults[0], name, on)
-    alone = trial.by_axis()
-    causes = {one.path: cause_of(_factors(one, trial, alone)) for one in trial.differences}
+    causes, alone = _causes(trial), trial.by_axis
     results_first = sorted(trial.differences, key=lambda one: one.path[0].key != "result")
     got = [_row(one, causes[one.path]) for one in results_first[:_SHOWN]]
     more = len(trial.differences) - _SHOWN
@@ -225,12 +227,15 @@ def _whence(located: Located) -> list[str]:
     return told if begins else []
 
 
-def _factors(
-    one: Difference, trial: Trial, alone: Mapping[str, Sequence[Difference]]
-) -> list[tuple[Mapping[str, int], float | None]]:
+def _causes(trial: Trial) -> dict[Any, Cause | None]:
+    """Return which sizes of axes explain how each array differs."""
+    return {one.path: cause_of(_factors(one, trial)) for one in trial.differences}
+
+
+def _factors(one: Difference, trial: Trial) -> list[tuple[Mapping[str, int], float | None]]:
     """By which factor an array differs on each mesh: 1 where it does not."""
     found: list[tuple[Mapping[str, int], float | None]] = [(trial.sizes, one.factor)]
-    for axis, differences in alone.items():
+    for axis, differences in trial.by_axis.items():
         same = next((other.factor for other in differences if other.path == one.path), 1.0)
         found.append(({a: n if a == axis else 1 for a, n in trial.sizes.items()}, same))
     return found

@@ -89,6 +89,22 @@ def test_what_the_line_reads_is_named_too() -> None:
     assert line(smoothed) in read and line(smoothed) not in finding.line, finding
 
 
+def test_what_is_off_by_the_size_of_an_axis_is_not_blamed_on_what_meets() -> None:
+    """Types cannot know that the signs of a ring belong to its blocks. But then no factor would explain all numbers."""
+
+    def loss(x, y):
+        n, me, sums = lax.axis_size("dp"), lax.axis_index("dp"), 0 * x[:, 0]
+        for i in range(n):
+            signs = jnp.where((me - i) % n == me, 2 * jnp.eye(x.shape[0]) - 1, -1.0)
+            sums = sums - jax.nn.log_sigmoid(x @ y.T * signs).sum(1)
+            y = lax.ppermute(y, "dp", [(j, (j + 1) % n) for j in range(n)])
+        return lax.psum(sums.mean(), "dp")  # here
+
+    kernel = spmd.kernel("b/dp d, b/dp d -> scalar", mesh=spmd.make_mesh(dp=4))(loss)
+    finding = said(kernel, ROWS, ROWS)
+    assert line(loss) in finding.line and "4 times too large: the size of dp" in str(finding)
+
+
 @jax.custom_vjp
 def total(x):
     return spmd.psum(x, "d {U:dp} -> d")
