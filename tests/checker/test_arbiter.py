@@ -75,9 +75,9 @@ def test_what_means_to_depend_on_the_sizes_of_axes() -> None:
 
 def test_what_fails_where_nothing_is_divided() -> None:
     found = trial("b/dp d/tp -> b/dp d/tp", lambda x: x.reshape(4, 4) * 2.0 if x.shape == (4, 4) else 1 / 0)
-    assert found.fails and "fails on dp=1 tp=1 at " in found.why and "ZeroDivisionError" in found.why
+    assert found.fails and "fails on mesh dp=1, tp=1 at " in found.why and "ZeroDivisionError" in found.why
     why = trial("b/dp -> b/dp", lambda x: 1 / 0, X[:, 0]).why
-    assert why.startswith("it fails on dp=2 tp=4 at tests/checker/test_arbiter.py:"), why
+    assert why.startswith("it fails on mesh dp=2, tp=4 at tests/checker/test_arbiter.py:"), why
     assert why.endswith("ZeroDivisionError: division by zero")
 
 

@@ -39,7 +39,7 @@ def test_sizes_that_a_body_needs_are_kept() -> None:
     mesh, x = spmd.make_mesh(dp=2, tp=4), jax.ShapeDtypeStruct((8, 24), "float32")
     assert not spmd.check(KERNEL(body).on(mesh), x)
     fixed = lambda x: norms(x) if x.shape == (4, 6) else 1 / 0
-    assert "it fails on dp=1 tp=1 at tests/kernels/test_trial.py:" in str(spmd.check(KERNEL(fixed).on(mesh), x))
+    assert "it fails on mesh dp=1, tp=1 at tests/kernels/test_trial.py:" in str(spmd.check(KERNEL(fixed).on(mesh), x))
 
 
 def test_a_sum_of_copies_and_then_a_mean_is_accepted() -> None:
