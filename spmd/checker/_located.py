@@ -135,7 +135,8 @@ class _Walk:
         """Look at an equation and its twin."""
         operands, line = [self._origins(atom) for atom in eqn.invars], line_of(eqn, callers)
         origins = _NOBODY.union(*operands)
-        self.numbers.update(dict.fromkeys(eqn.outvars, bool(eqn.invars) and all(map(self._is_number, eqn.invars))))
+        made = bool(eqn.invars) and not (held(eqn) or draws(eqn))
+        self.numbers.update(dict.fromkeys(eqn.outvars, made and all(map(self._is_number, eqn.invars))))
         own = not any(isinstance(name, CallName) for _, name in _compat.name_stack(eqn))  # and not a verb's
         for one, other in zip(eqn.invars, twin.invars, strict=False):
             if own and isinstance(one, Literal) and isinstance(other, Literal) and abs(one.val) < abs(other.val):
