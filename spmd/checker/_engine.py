@@ -147,8 +147,7 @@ class Engine(Domain):
     def _line(self, eqn: Equation, callers: tuple[Equation, ...]) -> str:
         """The line of an equation. What this package or JAX wrote has none, and then it is the line that made the
         operand, a call around it, or what the user calls now."""
-        made = None if line_of(eqn) or not eqn.invars else self.history.producer(eqn.invars[0])
-        near = "" if made is None else line_of(made[0])
+        near = "" if line_of(eqn) or not eqn.invars else self.history.line(eqn.invars[0])
         return near or line_of(eqn, callers) or called_at()
 
     def inside_verb(self, eqn: Equation) -> bool:

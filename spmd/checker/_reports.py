@@ -505,5 +505,6 @@ def _value(walk: Any, eqn: Equation) -> list[str]:
         "output": "an output",
         "annotate": "annotated",
     }.get(role, "a result")
-    place = line_of(eqn, walk.callers)
-    return [f"{what}: {getattr(aval, 'dtype', aval)}[{shape}]" + (f", at {place}" if place else "")]
+    at, made = line_of(eqn, walk.callers), walk.history.line(eqn.invars[0])
+    place = f", at {at}" if at else f", made at {made}" if made else ""
+    return [f"{what}: {getattr(aval, 'dtype', aval)}[{shape}]{place}"]
