@@ -290,8 +290,19 @@ class _Program:
     def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Runner, ours: Any, base: Any) -> Trial:
         """The same trial, which tells what differs, on which meshes, and from where on."""
         along = functools.partial(self._along, form, wanted, run)
-        first = functools.cache(functools.partial(_first, run, ours, base))
+        first = functools.cache(functools.partial(self._first, form, wanted, run, ours, base))
         return replace(trial, line=line_of_body(first_body(ours)), along=along, first=first)
+
+    def _first(self, form: _Form, wanted: Sequence[Array], run: _Runner, ours: Any, base: Any) -> Located:
+        """Return where the program on its mesh begins to differ. A reference has no equations like it: the program on
+        one device stands in, if it does the same."""
+        with contextlib.suppress(_Failed, NotSimulated):
+            if self.reference:
+                base, other = self._traced(dict.fromkeys(self.sizes, 1))
+                if other != form or self._differences(form, run(base).outs, wanted):
+                    return Located()
+            return located(ours, base, run(ours, keep=True).known, run(base, keep=True).known)
+        return Located()
 
     def _but_for_nan(self, trial: Trial, form: _Form, told: Collection[Any]) -> Trial:
         """The same trial, if each result and gradient had a number in some draw."""
@@ -439,13 +450,6 @@ class _Program:
             return close * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
         return compared(found, wanted, allowed)
-
-
-def _first(run: _Runner, ours: Any, base: Any) -> Located:
-    """Return where the program on its mesh begins to differ."""
-    with contextlib.suppress(NotSimulated):
-        return located(ours, base, run(ours, keep=True).known, run(base, keep=True).known)
-    return Located()
 
 
 def _leaves(run: _Runner, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[str, int] | None = None) -> bool:

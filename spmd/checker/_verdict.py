@@ -31,6 +31,11 @@ _ALWAYS = ("closed", "divergent")
 
 _BACKWARD = frozenset(("gradient", "type"))  # what gradients tell, and results do not
 
+_MORE = (
+    "spmd.check(...).source() shows the layout of every value beside its line; reference= says what a program means "
+    "that counts devices in Python, and build= makes a jax.shard_map for other meshes, so that lines can be compared"
+)
+
 _SHOWN = 3  # lines, or arrays, that a text lists
 
 
@@ -203,14 +208,7 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
         got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
-    advice = (
-        advice
-        or (LOCAL_SIZE if located.counts else "")
-        or (
-            "spmd.check(...).source() shows the layout of every value beside its line; "
-            "a program that counts devices in Python has reference= to say what it means"
-        )
-    )
+    advice = advice or (LOCAL_SIZE if located.counts else _MORE)
     return found(Fault(rule, got=(*got, on), advice=advice), "numbers", first or trial.line or called_at())
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import spmd
 from tests.checker.twins.registry import load
@@ -103,6 +105,26 @@ def test_what_is_off_by_the_size_of_an_axis_is_not_blamed_on_what_meets() -> Non
     kernel = spmd.kernel("b/dp d, b/dp d -> scalar", mesh=spmd.make_mesh(dp=4))(loss)
     finding = said(kernel, ROWS, ROWS)
     assert line(loss) in finding.line and "4 times too large: the size of dp" in str(finding)
+
+
+def test_a_reference_that_one_device_agrees_with_names_the_line() -> None:
+    """The equations of a reference are others. Those of the same program on one device are compared."""
+
+    def build(mesh):
+        def norms(x):
+            squares = jnp.exp(lax.psum((x * x).sum(1), "tp"))
+            mean = lax.psum(squares.mean(), "dp")  # here
+            return x / mean
+
+        return jax.shard_map(norms, mesh=mesh, in_specs=P("dp", "tp"), out_specs=P("dp", "tp"))
+
+    reference = lambda x: x / jnp.exp((x * x).sum(1)).mean()
+    [finding] = spmd.check(build(MESH), ROWS, reference=reference, build=build)
+    place, text = finding.line.partition(" ")[0].rsplit(":", 1)
+    assert finding.kind == "numbers" and place.endswith("test_located.py"), finding
+    assert Path(__file__).read_text().splitlines()[int(text) - 1].endswith("# here")
+    [elsewhere] = spmd.check(build(MESH), ROWS, reference=reference)
+    assert "fit no layout" in str(finding) and "fit no layout" not in str(elsewhere)
 
 
 @jax.custom_vjp
