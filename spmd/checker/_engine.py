@@ -145,10 +145,10 @@ class Engine(Domain):
         self.about[self.findings[-1]] = where[0] if where else eqn
 
     def _line(self, eqn: Equation, callers: tuple[Equation, ...]) -> str:
-        """The line of an equation. What this package or JAX wrote has none, and then it is the line that made the
-        operand, a call around it, or what the user calls now."""
-        near = "" if line_of(eqn) or not eqn.invars else self.history.line(eqn.invars[0])
-        return near or line_of(eqn, callers) or called_at()
+        """The line of an equation, or of a call around it. What this package or JAX wrote has none, and then it is the
+        line that made the operand, or what the user calls now."""
+        made = map(self.history.line, eqn.invars[:1])
+        return line_of(eqn, callers) or next(made, "") or called_at()
 
     def inside_verb(self, eqn: Equation) -> bool:
         """Return whether a layout is claimed by a call that another one of our own makes, or where shards are meant."""

@@ -225,8 +225,8 @@ class History(Domain):
 
     def line(self, atom: Variable) -> str:
         """The nearest line of the user's among those that made a value."""
-        made = (self.made[var][0] for var in self.behind(atom) if var in self.made)
-        return next(filter(None, map(line_of, made)), "")
+        made = (self.made[var] for var in self.behind(atom) if var in self.made)
+        return next((line for eqn, _, callers in made if (line := line_of(eqn, callers))), "")
 
 
 def labels_of(body: Any, count: int, names: Sequence[str] = ()) -> list[str]:
