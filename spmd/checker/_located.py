@@ -20,7 +20,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
-from spmd.checker._numbers import subsets
+from spmd.checker._numbers import rounded, subsets
 from spmd.checker._primitives import Array, draws
 from spmd.checker._simulator import Simulator
 
@@ -170,26 +170,23 @@ class _Walk:
 
     def _mark(self, var: Variable, like: Variable, origins: frozenset[int], read: frozenset[str]) -> int:
         """Keep where a variable comes from if it is not complete, and return how it fits."""
-        known = var in self.here and like in self.there
-        fit = self._fit(self.here[var], self.there[like]) if known else _UNKNOWN
+        fit = self._fit(self.here.get(var), self.there.get(like))
         fit = max(fit, _UNKNOWN) if self._is_number(var) else fit
         self.open[var] = _NOTHING if fit == _WHOLE else read
         earlier = frozenset(one for one in origins if one < len(self.found))  # what nobody knows is no new origin
         self.lost[var] = {_LOST: origins, _UNKNOWN: earlier}.get(fit, _NOBODY)
         return fit
 
-    def _fit(self, x: Array, y: Array) -> int:
+    def _fit(self, x: Array | None, y: Array | None) -> int:
         """Return whether an array may be what the devices hold of another one. Of other sizes nobody knows."""
         lead = self.machine.lead
-        if x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
+        if x is None or y is None or x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
             return _UNKNOWN
         layouts = list(_layouts(x.shape[lead:], y.shape[lead:], self.machine.sizes))
         joined = [self._joined(x, layout) for layout in layouts]
         if any(_close(one, y) for one in joined):
             return _WHOLE
-        if not layouts:
-            return _UNKNOWN
-        return _TERM if any(self._completes(one, y) for one in joined) else _LOST
+        return _TERM if any(self._completes(one, y) for one in joined) else _LOST if layouts else _UNKNOWN
 
     def _joined(self, x: Array, layout: Sequence[Sequence[str]]) -> Array:
         for dim, axes in enumerate(layout):
@@ -228,5 +225,4 @@ def _layouts(local: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int
 def _close(x: Array, y: Array) -> bool:
     if x.dtype.kind not in "fc":
         return bool((x == y).all())
-    limit = _CLOSE * np.abs(y, where=np.isfinite(y), out=np.zeros(y.shape)).max(initial=1e-30)
-    return bool(np.isclose(x, y, rtol=_CLOSE, atol=limit, equal_nan=True).all())
+    return bool(np.isclose(x, y, rtol=_CLOSE, atol=_CLOSE * max(rounded(x, y), 1e-30), equal_nan=True).all())
