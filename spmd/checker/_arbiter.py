@@ -33,7 +33,7 @@ from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
 from spmd.checker._located import Located, located
-from spmd.checker._numbers import Difference, compared, labelled, pulled
+from spmd.checker._numbers import Difference, compared, labelled, largest, pulled
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
@@ -443,11 +443,11 @@ class _Program:
 
     def _differences(self, form: _Form, got: Sequence[Array], base: Sequence[Array]) -> list[Difference]:
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in (got, base))
-        gradients = max(map(_largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
+        gradients = max(map(largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
         close = max(_CLOSE, _ROUNDED * self.rounded)
 
-        def allowed(path: Any, y: Array) -> Any:
-            return close * max(_largest(y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
+        def allowed(path: Any, _: Array, size: float) -> Any:
+            return close * max(size, 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
         return compared(found, wanted, allowed)
 
@@ -526,11 +526,6 @@ def _like(mesh: Any, sizes: Mapping[str, int]) -> Any:
     if AxisType.Explicit not in mesh.axis_types:
         return with_sizes(mesh, sizes)
     return mesh.abstract_mesh.update(axis_sizes=with_sizes(mesh, sizes).axis_sizes)
-
-
-def _largest(x: Array) -> float:
-    """The largest finite number."""
-    return float(np.abs(np.where(np.isfinite(x), x, 0)).max(initial=0))
 
 
 def _check_testable(jaxpr: Any, sizes: Mapping[str, int]) -> None:

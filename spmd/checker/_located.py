@@ -20,7 +20,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
-from spmd.checker._numbers import subsets
+from spmd.checker._numbers import rounded, subsets
 from spmd.checker._primitives import Array, draws
 from spmd.checker._simulator import Simulator
 
@@ -30,7 +30,8 @@ _COMPLETE = (np.sum, np.mean, np.max, np.min)
 _CLOSE = 1e-6
 _NOBODY: frozenset[int] = frozenset()
 _NOTHING: frozenset[str] = frozenset()
-_LOST, _PERHAPS, _WHOLE = range(3)  # no layout fits; a reduction completes it, or nobody knows; it is as on one device
+# No layout fits; nobody knows; a reduction completes it; it is as on one device.
+_LOST, _UNKNOWN, _TERM, _WHOLE = range(4)
 
 Where = tuple[Equation, tuple[Equation, ...]]
 
@@ -98,7 +99,8 @@ class _Walk:
       numbers: Whether a variable is made of numbers of the program alone. These may be sizes of blocks.
       absorbed: Those of which a value is made that fits one again, such as the indices of a table that is divided.
         Where there are others, they are innocent.
-      lost: For each variable whose numbers fit no layout, which of these equations it comes from.
+      lost: For each variable whose numbers fit no layout, or are of another size, which of these equations it comes
+        from.
       open: For each variable that is not complete, the lines that it comes from.
     """
 
@@ -152,13 +154,13 @@ class _Walk:
         self.seen.setdefault(line)
         read |= {line}
         self.behind += [(line, _NOBODY.union(*operands))] if any(operands) else []
-        new = origins or frozenset((len(self.found),))
-        lost = [self._mark(var, like, new, read) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
-        self.noisy |= any(lost) and draws(eqn)
-        if any(lost) and not origins:
+        new = origins or (frozenset((len(self.found),)) if own else _NOBODY)
+        fits = [self._mark(var, like, new, read) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]
+        self.noisy |= _LOST in fits and draws(eqn)
+        if _LOST in fits and own and not origins:
             self.found.append((eqn, callers))
             self.read.append(read)
-        elif not any(lost):
+        elif min(fits, default=_LOST) > _UNKNOWN:
             self.absorbed |= origins
 
     def _origins(self, atom: Variable) -> frozenset[int]:
@@ -167,27 +169,25 @@ class _Walk:
     def _is_number(self, atom: Variable) -> bool:
         return isinstance(atom, Literal) or self.numbers.get(atom, False)
 
-    def _mark(self, var: Variable, like: Variable, origins: frozenset[int], read: frozenset[str]) -> bool:
-        """Keep where a variable comes from if it is not complete, and return whether it fits no layout."""
-        self.lost.pop(var, None)
-        known = var in self.here and like in self.there
-        fit = self._fit(self.here[var], self.there[like]) if known else _PERHAPS
-        fit = max(fit, _PERHAPS) if self._is_number(var) else fit
+    def _mark(self, var: Variable, like: Variable, origins: frozenset[int], read: frozenset[str]) -> int:
+        """Keep where a variable comes from if it is not complete, and return how it fits."""
+        fit = self._fit(self.here.get(var), self.there.get(like))
+        fit = max(fit, _UNKNOWN) if self._is_number(var) else fit
         self.open[var] = _NOTHING if fit == _WHOLE else read
-        if fit == _LOST:
-            self.lost[var] = origins
-        return fit == _LOST
+        earlier = frozenset(one for one in origins if one < len(self.found))  # what nobody knows is no new origin
+        self.lost[var] = {_LOST: origins, _UNKNOWN: earlier}.get(fit, _NOBODY)
+        return fit
 
-    def _fit(self, x: Array, y: Array) -> int:
+    def _fit(self, x: Array | None, y: Array | None) -> int:
         """Return whether an array may be what the devices hold of another one. Of other sizes nobody knows."""
         lead = self.machine.lead
-        if x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
-            return _PERHAPS
+        if x is None or y is None or x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
+            return _UNKNOWN
         layouts = list(_layouts(x.shape[lead:], y.shape[lead:], self.machine.sizes))
         joined = [self._joined(x, layout) for layout in layouts]
         if any(_close(one, y) for one in joined):
             return _WHOLE
-        return _PERHAPS if not layouts or any(self._completes(one, y) for one in joined) else _LOST
+        return _TERM if any(self._completes(one, y) for one in joined) else _LOST if layouts else _UNKNOWN
 
     def _joined(self, x: Array, layout: Sequence[Sequence[str]]) -> Array:
         for dim, axes in enumerate(layout):
@@ -226,5 +226,4 @@ def _layouts(local: Sequence[int], whole: Sequence[int], sizes: Mapping[str, int
 def _close(x: Array, y: Array) -> bool:
     if x.dtype.kind not in "fc":
         return bool((x == y).all())
-    limit = _CLOSE * np.abs(y, where=np.isfinite(y), out=np.zeros(y.shape)).max(initial=1e-30)
-    return bool(np.isclose(x, y, rtol=_CLOSE, atol=limit, equal_nan=True).all())
+    return bool(np.isclose(x, y, rtol=_CLOSE, atol=_CLOSE * max(rounded(x, y), 1e-30), equal_nan=True).all())

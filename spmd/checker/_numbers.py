@@ -20,6 +20,8 @@ from spmd._trees.leaves import is_key, wrapped
 T = TypeVar("T")
 
 LOCAL_SIZE = 'a size from .shape is that of a shard: spmd.size("b") is that of the whole'
+_INFINITE = 1e30  # a larger number stands for infinity, as the least float32 does in a mask
+_SAME = 1e-5  # of a number that is the same to the bit: it was not rounded, and its terms may have been
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
 
 
@@ -202,14 +204,14 @@ def labelled(path: tuple[Any, ...], params: Sequence[str] = ()) -> str:
     return f"gradient of {name}{keystr(tuple(rest))}"
 
 
-def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -> list[Difference]:
+def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray, float], Any]) -> list[Difference]:
     """Compare two trees of arrays of one structure, leaf by leaf; NaN equals NaN.
 
     Args:
       got: The arrays.
       wanted: Those expected.
-      allowed: From the path and the values of an expected array to the difference that is allowed, for each element.
-        Integers and booleans are equal.
+      allowed: From the path of an array, the values expected, and how large those are that may differ by rounding, to
+        the difference that is allowed, for each element. Integers and booleans are equal.
 
     Returns:
       What differs.
@@ -224,7 +226,7 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
             continue
         pair = wide(x), wide(y)
         exact = not jnp.issubdtype(x.dtype, jnp.inexact)
-        limit = np.broadcast_to(0.0 if exact else allowed(path, pair[1]), pair[1].shape)
+        limit = np.broadcast_to(0.0 if exact else allowed(path, pair[1], rounded(*pair)), pair[1].shape)
         with np.errstate(invalid="ignore"):  # inf - inf
             gap = np.abs(pair[0] - pair[1])
             wrong = ~((gap <= limit) | (pair[0] == pair[1]) | (np.isnan(pair[0]) & np.isnan(pair[1])))
@@ -235,6 +237,16 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray], Any]) -
             sizes = float(gap[worst]), float(limit[worst]), int(wrong.sum()), wrong.size
             found.append(Difference(path, *kinds, *sizes, *how))
     return found
+
+
+def largest(x: np.ndarray) -> float:
+    """The largest finite number."""
+    return float(np.where(np.abs(x) < _INFINITE, np.abs(x), 0).max(initial=0))
+
+
+def rounded(x: np.ndarray, y: np.ndarray) -> float:
+    """How large the numbers are that may differ by rounding: -1e9 in a mask does not, and hides no difference."""
+    return max(largest(np.where(x != y, y, 0)), _SAME * largest(y))
 
 
 def wide(x: Any) -> np.ndarray:

@@ -140,8 +140,8 @@ def confirmed(
       walk: What suspects.
     """
     kept = list(suspicions)
-    if trial.agrees:
-        return [one for one in kept if one.kind in _ALWAYS]
+    if trial.agrees:  # one number in place of random ones does not show which blocks get the same
+        return [one for one in kept if one.kind in _ALWAYS or (trial.quiet and one.kind == "noise")]
     if trial.meant:  # whole arrays would be in another order, too
         return [one for one in kept if one.kind in (*_ALWAYS, "order")]
     kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more

@@ -26,7 +26,7 @@ from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import for_numbers
 from spmd.checker._arguments import drawn, smaller
-from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, pulled, wide
+from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, largest, pulled, wide
 from spmd.checker._primitives import NotSimulated
 from spmd.checker._simulator import Parted, held_number, simulate
 from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, SpmdError
@@ -283,7 +283,7 @@ class _Program:
             again = jax.tree.leaves(compiled(*_rounded(arrays, dtype)))
             with np.errstate(invalid="ignore"):  # of infinities
                 pairs = zip(jax.tree.leaves_with_path(found), again, strict=True)
-                moved = {path: _scale(wide(x) - wide(y)) for (path, x), y in pairs}
+                moved = {path: largest(wide(x) - wide(y)) for (path, x), y in pairs}
         return _Run(mesh, found, dtype, moved)
 
 
@@ -467,22 +467,17 @@ def _differences(run: _Run, base: _Run, rtol: Any, atol: float) -> list[Differen
     dtype = _SIMULATED if simulated else max((run.dtype, base.dtype), key=lambda one: float(jnp.finfo(one).eps))
     given = rtol.get(dtype) if isinstance(rtol, Mapping) else rtol
     part = _TOLERANCE.get(dtype, _COARSEST) if given is None else given
-    gradients = _scale(*jax.tree.leaves(base.arrays.get("gradient")))
+    gradients = max((largest(wide(x)) for x in jax.tree.leaves(base.arrays.get("gradient"))), default=0.0)
 
-    def allowed(path: Any, y: np.ndarray) -> Any:
-        size = max(_scale(y), _SMALL * gradients * (path[0].key == "gradient"))
+    def allowed(path: Any, y: np.ndarray, size: float) -> Any:
+        size = size if simulated and given is None else largest(y)
+        size = max(size, _SMALL * gradients * (path[0].key == "gradient"))
         more = 0.0 if given is not None or simulated else min(_TIMES * base.moved[path], _MOST * size)
         return atol + max(part * size, more)
 
     found = compared(run.arrays, base.arrays, allowed)
     shapes = [one for one in found if one.got != one.wanted]
     return shapes or found  # of other shapes the gradients were taken along other cotangents
-
-
-def _scale(*arrays: np.ndarray) -> float:
-    """The largest finite number."""
-    found = (np.abs(wide(x)) for x in arrays)
-    return max((float(np.max(x, where=np.isfinite(x), initial=0)) for x in found), default=0.0)
 
 
 # --- the message --------------------------------------------------------------------------------------------

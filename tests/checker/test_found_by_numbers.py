@@ -100,11 +100,26 @@ def decayed(every: bool) -> Any:
     return kernel("s/dp -> s/dp", body)
 
 
+# --- numbers beside which others are small ------------------------------------------------------------------------
+
+
+def masked(whole: bool, number: float) -> Any:
+    """Scores with a bias, which no gradient shows. A mask puts a large number in place of some of them."""
+
+    def body(x: Any) -> Any:
+        scores = x + jnp.log(1.0 * (spmd.size("b") if whole else x.shape[0]))
+        return jnp.where(jnp.arange(4) > 1, number, scores)
+
+    return kernel("b/dp d -> b/dp d", body)
+
+
 SQUARE = (struct(8, 4),)
+MASKS = {"-1e9": -1e9, "the least float32": float(jnp.finfo(jnp.float32).min)}
 PAIRS: dict[str, Pair] = {
     "sums of a ring not rescaled": Pair(ring_attention(True), ring_attention(False), (struct(8, 4),) * 3),
     "a cache written past its block": Pair(appended(True), appended(False), (struct(8, 4), struct(4), np.int32(5))),
     "a state without its decay": Pair(decayed(True), decayed(False), (struct(16),)),
+    **{f"scores beside {name}": Pair(masked(True, x), masked(False, x), SQUARE) for name, x in MASKS.items()},
 }
 
 

@@ -82,13 +82,25 @@ def test_what_the_line_reads_is_named_too() -> None:
     """A padded block has another size than the padded array, so nobody can say whether it is right."""
 
     def smoothed(x):
-        own = jnp.pad(jnp.tanh(x), ((1, 1), (0, 0)), mode="wrap")  # here
+        own = jnp.pad(jnp.tanh(x), ((1, 1), (0, 0)))  # here
         flux = spmd.stencil.halo(x, "b/dp d -> 1+b/dp+1 d") * own
         return flux[2:] - flux[:-2]
 
     finding = said(kernel(smoothed), ROWS)
     [read] = [one for one in finding.got if one.startswith("it reads values that are not complete")]
     assert line(smoothed) in read and line(smoothed) not in finding.line, finding
+
+
+def test_a_value_of_another_size_does_not_hide_the_line() -> None:
+    """A margin makes a block of another size. What was wrong before it is wrong all the same."""
+
+    def walled(x):
+        x = spmd.roll(x, "[b/dp] d", 3)
+        wall = jnp.where(jnp.arange(x.shape[0])[:, None] == 0, 0, x)  # here
+        wide = spmd.stencil.halo(wall, "b/dp d -> 1+b/dp+1 d")
+        return wide[2:] - wide[:-2]
+
+    assert line(walled) in said(kernel(walled), ROWS).line
 
 
 def test_what_is_off_by_the_size_of_an_axis_is_not_blamed_on_what_meets() -> None:

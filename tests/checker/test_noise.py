@@ -53,6 +53,8 @@ MEANT = {
 }
 WRONG = {
     "of one key": lambda x: x + jax.random.normal(folded(), x.shape),
+    "of one key beside those of each device": lambda x: shared(shared(x, folded("dp")), folded()),
+    "of one key beside those of one device": lambda x: shared(x + spmd.random.normal(folded(), "b/dp 3"), folded()),
     "of copies along tp alone": lambda x: one_copy(x + jax.random.normal(folded("tp"), x.shape)),
     "of copies along tp": lambda x: one_copy(x + jax.random.normal(folded("dp", "tp"), x.shape)),
     "of copies in a dropout": lambda x: one_copy(dropout(x, "dp", "tp")),

@@ -372,6 +372,18 @@ def test_tolerances(mesh):
         assert_same_on_any_mesh(rounded("float32"), x, meshes=(), devices=True, rtol={"bfloat16": 0.01})
 
 
+@pytest.mark.parametrize("number", [-1e9, -3e38])
+def test_a_mask_hides_no_difference(mesh, number):
+    """What is -1e9 on all meshes is not rounded. So it does not say how much the other numbers may differ."""
+
+    @spmd.kernel("b/dp -> b/dp", mesh=mesh)
+    def biased(x):
+        return jnp.where(x > 0, number, x + jnp.log(1.0 * x.shape[0]))
+
+    with pytest.raises(Mismatch):
+        assert_same_on_any_mesh(biased, jnp.linspace(-1, 1, 8), meshes=())
+
+
 def test_what_rounding_changes_is_allowed(mesh):
     """A program that makes much of little: its sums of many steps differ by more than rounding alone."""
 
