@@ -195,7 +195,7 @@ def too_many_rounds(plan, mesh):
 def test_names_axes_of_one_device_and_dtypes_change_nothing_else(seed) -> None:
     dice = random.Random(seed)
     mesh = dice.choice([CUBE, {"x": 2, "y": 4}, {"x": 3, "y": 2}])
-    source, target = (dice.choice(placements(tuple(mesh))) for _ in range(2))
+    source, target = dice.sample(placements(tuple(mesh)), 2)
     free = [axis for axis in mesh if not any(axis in axes for axes in (*source, *target))]
     mark = f" {{U:{free[0]}}}" if free and dice.random() < 0.5 else ""
     pattern, sizes = f"{written(source)}{mark} -> {written(target)}", {"a": 24, "b": 48}
