@@ -202,9 +202,8 @@ def test_names_axes_of_one_device_and_dtypes_change_nothing_else(seed) -> None:
     how = {"sizes": sizes, "prefer": dice.choice(["collectives", "bytes"])}
     found = spmd.plan(pattern, mesh=mesh, dtype=np.uint8, **how)
     told = lambda plan: [(step.kind, step.axes, step.bytes) for step in plan.steps]
-    renamed = spmd.plan(pattern, mesh={f"{axis}0": n for axis, n in mesh.items()}, dtype=np.uint8, **how, **{
-        axis: f"{axis}0" for axis in mesh
-    })  # fmt: skip
+    names = {axis: f"{axis}0" for axis in spmd.Pattern(pattern).axis_names}
+    renamed = spmd.plan(pattern, mesh={f"{axis}0": n for axis, n in mesh.items()}, dtype=np.uint8, **how, **names)
     assert told(renamed) == [(kind, tuple(f"{axis}0" for axis in axes), n) for kind, axes, n in told(found)]
     unit = spmd.plan(pattern.replace("a", "a/r", 1), mesh={"r": 1, **mesh}, dtype=np.uint8, **how)
     assert [n for _, _, n in told(unit) if n] == [n for _, _, n in told(found) if n]
