@@ -183,11 +183,10 @@ class _Walk:
         lead = self.machine.lead
         if x is None or y is None or x.ndim != y.ndim or any(n > 1 for n in y.shape[:lead]):
             return _UNKNOWN
-        layouts = list(_layouts(x.shape[lead:], y.shape[lead:], self.machine.sizes))
-        joined = [self._joined(x, layout) for layout in layouts]
+        joined = [self._joined(x, one) for one in _layouts(x.shape[lead:], y.shape[lead:], self.machine.sizes)]
         if any(_close(one, y) for one in joined):
             return _WHOLE
-        return _TERM if any(self._completes(one, y) for one in joined) else _LOST if layouts else _UNKNOWN
+        return _TERM if any(self._completes(one, y) for one in joined) else _LOST if joined else _UNKNOWN
 
     def _joined(self, x: Array, layout: Sequence[Sequence[str]]) -> Array:
         for dim, axes in enumerate(layout):
