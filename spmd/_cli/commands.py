@@ -80,9 +80,8 @@ def run_plan(options: Any) -> int:
     """`plan`: the table of a plan, its picture, or JSON."""
     mesh, sizes, dtype = _mesh(options), named_numbers("--size", options.size), _dtype(options.dtype)
     _check_choice("--prefer", options.prefer, PREFER)
-    if options.hardware is not None:
-        _check_choice("--hardware", options.hardware, PRESETS)
-    elif options.prefer == "latency":
+    _check_choice("--hardware", options.hardware, PRESETS)
+    if options.hardware is None and options.prefer == "latency":
         rule = "--prefer latency weighs steps by what the links of the mesh take, so it needs a hardware profile."
         raise CommunicationError(rule, call="--prefer latency", advice="as in --hardware h100")
     _check_all_sizes(options.pattern, sizes)
@@ -148,8 +147,7 @@ def run_rules(options: Any) -> int:
 def run_explain(options: Any) -> int:
     """`explain`: what a program sends, or JSON."""
     fn, args = _program(options)
-    if options.hardware is not None:
-        _check_choice("--hardware", options.hardware, PRESETS)
+    _check_choice("--hardware", options.hardware, PRESETS)
     compiles = options.compile or options.target
     with shown_if_slow(f"{'compiling' if compiles else 'reading'} {options.program}"):
         found = explain(fn, *args, hardware=options.hardware, layouts=options.layouts)
@@ -222,7 +220,8 @@ def _planned(fn: Any, args: Sequence[Any], layouts: str | None) -> Propagation |
 
 def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     """The program that the words name, and its arguments. The mesh has devices only where it is compiled."""
-    axes, sizes = named_numbers("--mesh", options.mesh), named_numbers("--size", options.size)
+    axes: dict[str, Any] = dict(named_numbers("--mesh", options.mesh))
+    sizes = named_numbers("--size", options.size)
     compiles, target = getattr(options, "compile", False), getattr(options, "target", None)
     count = math.prod(axes.values())
     if target and not axes:
@@ -231,11 +230,9 @@ def _program(options: Any) -> tuple[Any, tuple[Any, ...]]:
     if (compiles or target) and axes:
         use_cpu_devices(1 if target else count)
     devices = topology_devices(target, count) if target else None
-    named: dict[str, Any] = axes
-    mesh = make_mesh(abstract=not (compiles or target), devices=devices, **named) if axes else None
-    dtypes = _dtypes(options)
+    mesh = make_mesh(abstract=not (compiles or target), devices=devices, **axes) if axes else None
     with shown_if_slow(f"loading {options.program}"):
-        return program(options.program, mesh, sizes, dtypes, options.layouts)
+        return program(options.program, mesh, sizes, _dtypes(options), options.layouts)
 
 
 def _dtypes(options: Any) -> dict[str, str]:
@@ -279,8 +276,8 @@ def _dtype(text: str) -> str:
     return name
 
 
-def _check_choice(flag: str, text: str, known: Sequence[str]) -> None:
-    if text not in known:
+def _check_choice(flag: str, text: str | None, known: Sequence[str]) -> None:
+    if text is not None and text not in known:
         rule = f"{flag} is one of {', '.join(known)}, not '{text}'{did_you_mean(text, known) or '.'}"
         raise CommunicationError(rule, call=f"{flag} {text}")
 

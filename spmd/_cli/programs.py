@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from spmd._python.named import module_name
 from spmd._trees.leaves import kind_of
 from spmd.errors import LayoutError, SizeError, SpmdError, did_you_mean
 from spmd.kernels import Kernel
@@ -79,7 +80,7 @@ def builder(target: str) -> Callable[..., Any]:
 def maker(target: str) -> Callable[..., Any] | None:
     """The function from a mesh that a file which is loaded calls by this name; None for a kernel."""
     path, _, name = target.rpartition(":")
-    found = vars(sys.modules[Path(path).stem])[name]
+    found = vars(sys.modules[module_name(path)[0]])[name]
     return None if isinstance(found, Kernel) else found
 
 
@@ -100,26 +101,31 @@ def loaded(target: str) -> Any:
         raise SpmdError("a program is a file and a name in it.", call=target, advice="as in train.py:step")
     if not path.is_file():
         raise SpmdError(f"there is no file {text}.", call=target)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    full_name, folder = module_name(path)
+    spec = importlib.util.spec_from_file_location(full_name, path)
     if spec is None or spec.loader is None:
         raise SpmdError(f"{text} is not a Python file.", call=target, advice="as in train.py:step")
-    sys.path.insert(0, str(path.parent.resolve()))
-    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    sys.path[:] = [folder, *sys.path, str(path.parent.resolve())]  # the second for a script beside a package's files
+    module = sys.modules[full_name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     found = vars(module).get(name)
     if not callable(found):
-        known = [one for one, value in vars(module).items() if isinstance(value, Kernel)]
-        near = did_you_mean(name, known) or "."
+        kernels = [one for one, value in vars(module).items() if isinstance(value, Kernel)]
+        near = did_you_mean(name, [one for one, value in vars(module).items() if callable(value)]) or "."
         rule = f"{text} has no kernel and no function called {name}{near}"
-        raise SpmdError(rule, call=target, got=[f"kernels: {', '.join(known) or 'none'}"])
+        raise SpmdError(rule, call=target, got=[f"kernels: {', '.join(kernels) or 'none'}"])
     return found
 
 
 def _arguments(kernel: Kernel, sizes: Mapping[str, int], dtypes: Mapping[str, str]) -> tuple[Any, ...]:
-    """One array without values for each argument of a kernel, with the shape that its layout and the sizes give."""
+    """One array without values for each argument of a kernel, with the shape that its layout and the sizes give.
+
+    An argument that is static and has a default is left out.
+    """
     signature = kernel.signature
+    left_out = {name for name in signature.static if signature.default(name) is not inspect.Parameter.empty}
     layouts: dict[str, Layout] = {}
-    for name in signature.params:
+    for name in (name for name in signature.params if name not in left_out):
         layout = signature.layouts.get(name)
         if not isinstance(layout, Layout) or layout.rank is None:
             rule = f"the shape of the argument {name} does not follow from a layout and sizes."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import sys
+from pathlib import Path
 from typing import Any
 
 from spmd.errors import Fault
@@ -42,3 +43,16 @@ def _at(module: Any, name: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
     return found
+
+
+def module_name(path: str | Path) -> tuple[str, str]:
+    """The name under which Python imports a file, and the folder from which it does.
+
+    A folder with an `__init__.py` is a package, and a file in it is a module of the package. `from . import layers`
+    starts from that name.
+    """
+    found = Path(path).resolve()
+    folder, name = found.parent, Path(path).stem
+    while (folder / "__init__.py").is_file():
+        folder, name = folder.parent, f"{folder.name}.{name}"
+    return name, str(folder)

@@ -138,10 +138,8 @@ def port(target: str, *args: Any, mesh: Any = None, names: Sequence[str] = ()) -
         raise SpmdError(f"there is no file {path or target}.", call=target, advice="as in train.py:build")
     rewriting = _Rewriting(File(path, Path(path).read_text()), name, mesh, args, names)
     if not rewriting.trace.bodies:
-        rule, advice = (
-            f"{name} calls no raw jax.shard_map, so there is nothing to port.",
-            "spmd.check takes any program",
-        )
+        rule = f"{name} calls no raw jax.shard_map, so there is nothing to port."
+        advice = "spmd.check takes any program"
         if rewriting.trace.differentiated:
             rule = f"{name} takes the gradient of a shard_map, and what is traced is its derivative."
             advice = "port the function itself; both gradients are compared"

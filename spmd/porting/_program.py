@@ -21,6 +21,7 @@ from spmd import _compat
 from spmd._jaxprs.factored import expanded, factors_of, in_factors
 from spmd._jaxprs.lines import frames_of, is_ours, is_transposed, line_of, short_line
 from spmd._jaxprs.walker import COMMUNICATES, Equation, Role, Variable, equations, held, opened, shape_of, walk
+from spmd._python.named import module_name
 from spmd.checker._dataflow import walk_closed
 from spmd.inspect._recorded import States
 from spmd.inspect._source import Span
@@ -496,14 +497,16 @@ def _name(node: ast.expr) -> str:
 
 def loaded(path: str, text: str) -> dict[str, Any]:
     """Return what a file with this text defines. Nothing under `__main__` happens."""
-    name = f"{Path(path).stem}_{next(_NUMBERS)}"
+    full_name, folder = module_name(path)
+    name = f"{full_name}_{next(_NUMBERS)}"
     module = sys.modules[name] = types.ModuleType(name)
-    module.__file__ = path
+    module.__file__, module.__package__ = path, full_name.rpartition(".")[0]
     linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
-    folder = str(Path(path).parent.resolve())
-    sys.path.insert(0, folder)
+    folders = folder, str(Path(path).parent.resolve())
+    sys.path[:] = [folders[0], *sys.path, folders[1]]
     try:
         exec(compile(text, path, "exec"), vars(module))
     finally:
-        sys.path.remove(folder)
+        for one in folders:
+            sys.path.remove(one)
     return vars(module)

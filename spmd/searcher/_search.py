@@ -125,6 +125,8 @@ def search(
     found.rest = [Untraced(one.mesh, one.choice, one.seconds) for one in [*asked, *left][found.traced :]]
     if not found.rows:
         advice = "sizes that a mesh divides, or another where="
+        if any(count and kind.startswith("memory") for kind, count in found.counts.items()):
+            advice = "more devices, or hardware with more memory"
         raise MeshError(f"no mesh of {devices:,} devices is left.", call=_CALL, got=found.reasons(), advice=advice)
     return Search(found)
 

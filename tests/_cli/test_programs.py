@@ -80,6 +80,60 @@ def test_a_kernel_is_explained_by_its_name_and_sizes(run, program):
     assert "compiled for cpu" not in out and "time on h100" in run(*words, "--hardware", "h100")[1]
 
 
+PACKAGED = """
+import jax, spmd
+
+from ..names import SHARDED
+from . import beside
+
+
+@spmd.kernel(f"{SHARDED}, scalar -> b/dp")
+def norms(x, shift, scale=beside.SCALE, *, negative=False):
+    found = spmd.psum(scale * x.sum(axis=1), "b/dp {U:tp} -> b/dp") + shift
+    return -found if negative else found
+
+
+def build(mesh):
+    def total(x):
+        return jax.lax.psum(x.sum(0), "tp")
+
+    return jax.shard_map(total, mesh=mesh, in_specs=jax.P("tp"), out_specs=jax.P()), (jax.numpy.ones((4, 8)),)
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    folder = tmp_path / "of layers" / "inner"
+    folder.mkdir(parents=True)
+    (folder.parent / "__init__.py").touch()
+    (folder / "__init__.py").touch()
+    (folder.parent / "names.py").write_text('SHARDED = "b/dp d/tp"')
+    (folder / "beside.py").write_text("SCALE = 2.0")
+    (folder / "random.py").write_text(PACKAGED)  # in a package, a name of Python's own is free
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    before = set(sys.modules)
+    yield "of layers/inner/random.py"
+    for name in set(sys.modules) - before:
+        if name.startswith("of layers"):
+            del sys.modules[name]
+
+
+def test_a_file_of_a_package_is_a_module_of_it(run, package):
+    sizes = ["--mesh", "dp=2,tp=4", "--size", "b=6,d=8"]
+    status, out, err = run("check", f"{package}:norms", *sizes)
+    assert (status, err) == (0, "") and out.startswith("no findings: proved")
+    assert sys.modules["random"].__name__ == "random" and "of layers.inner.random" in sys.modules
+    status, out, _ = run("port", f"{package}:build", "--mesh", "tp=4")
+    assert status == 0 and "spmd.psum(" in out
+
+
+def test_what_a_call_may_leave_out_has_its_default(run, package):
+    words = ["explain", f"{package}:norms", "--mesh", "dp=2,tp=4", "--size", "b=6,d=8", "--json"]
+    status, out, _ = run(*words)
+    assert (status, [one["kind"] for one in json.loads(out)["written"]["collectives"]]) == (0, ["psum"])
+
+
 def test_a_build_gets_the_mesh(run, program):
     status, out, _ = run("explain", "named.py:build", "--mesh", "dp=4,tp=2", "--compile")
     assert status == 0 and "dp=4 tp=2: 8 devices, compiled for cpu" in out
@@ -186,6 +240,7 @@ def test_check_finds_nothing_in_a_right_program(run, program):
         (["other.py:norms"], "there is no file other.py."),
         (["named.py:norm"], "did you mean 'norms'?"),
         (["named.py:PROGRAM"], "kernels: body, norms, tree"),
+        (["named.py:buld", "--mesh", "dp=2"], "did you mean 'build'?"),
         (["named.py:build"], "no mesh is given"),
         (["named.py:build", "--mesh", "dp=2", "--size", "b=4"], "leave out --size and --dtype"),
         (["named.py:broken", "--mesh", "dp=2"], "and a Bound if it likes, not a function"),

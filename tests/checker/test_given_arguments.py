@@ -118,3 +118,10 @@ def test_each_kind_of_struct_has_a_draw(wrong: bool) -> None:
     structs = [jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))]
     structs += [jax.ShapeDtypeStruct((32,), dtype) for dtype in ("bool", "complex64", "int32")]
     assert spmd.check(mixed, *structs).verdict.kind in (("wrong",) if wrong else ("proved", "tested"))
+
+
+@pytest.mark.filterwarnings("error")
+def test_arrays_of_numpy_have_the_dtype_that_jax_gives_them() -> None:
+    double = kernel("b/dp d -> b/dp d")(lambda x: 2 * x)
+    for dtype in (np.float64, np.int64, np.complex128):
+        assert spmd.check(double, np.ones((4, 6), dtype)).verdict.kind == "proved"

@@ -204,3 +204,12 @@ def test_a_mesh_that_the_search_has_is_a_factorisation(every):
     wanted = [sizes for sizes in itertools.product((1, 2, 4, 8), repeat=len(AXES)) if math.prod(sizes) == 8]
     assert sorted(found) == wanted
     assert SIZES["b"] % 8 == 0
+
+
+def test_what_fits_no_memory_asks_for_more_of_it():
+    def build(mesh):
+        scaled = spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: 2 * x)
+        return scaled, (jax.ShapeDtypeStruct((2**20, 2**20), "float32"),)
+
+    with pytest.raises(spmd.errors.MeshError, match="1 with arguments that are too large\nadvice: more devices, or"):
+        spmd.search(build, devices=4, axes=("dp",), hardware="h100")
