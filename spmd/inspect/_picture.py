@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 import spmd.inspect._blocks as blocks
 from spmd import _compat
 from spmd._text import Line
-from spmd._trees.leaves import kind_of
+from spmd._trees.leaves import is_array, kind_of
 from spmd.comm._marks import tag_of
 from spmd.comm.plans import Plan
 from spmd.drawing import _picture as draw
@@ -282,7 +282,7 @@ def _nowhere(x: Any, call: str) -> SpmdError:
         return PlacementError(rule, call=call, advice='as in visualize("b/dp d", x.shape, mesh=mesh)')
     rule = f"visualize draws a layout, an array on devices or a plan, not {kind_of(x)}."
     fix, advice = None, 'as in visualize("b/dp d", (8, 16), mesh=mesh)'
-    if isinstance(x, (dict, list, tuple)):
+    if isinstance(x, (dict, list, tuple)) and all(map(is_array, jax.tree.leaves(x))):
         fix, advice = "for x in jax.tree.leaves(tree): print(spmd.visualize(x))", None
     return LayoutError(rule, call=call, fix=fix, advice=advice)
 

@@ -462,3 +462,10 @@ def test_a_mesh_is_drawn_with_its_devices():
     assert len({*fills[:4]}) == len({*fills[4:]}) == 1 and fills[0] != fills[4], "one colour for each index along dp"
     assert picture.to_dict()["devices"][5] == {"device": 5, "coordinates": {"dp": 1, "tp": 1}}
     assert faults_of_svg(spmd.visualize(spmd.make_mesh(a=4, b=4, c=4, abstract=True)).svg) == []
+
+
+def test_what_has_no_arrays_is_not_told_to_be_drawn_leaf_by_leaf() -> None:
+    found = spmd.check(spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=4))(lambda x: x), jnp.ones((4, 8)))
+    with pytest.raises(spmd.errors.LayoutError, match="not a Findings") as caught:
+        spmd.visualize(found)
+    assert "leaves" not in str(caught.value)
