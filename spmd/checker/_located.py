@@ -152,7 +152,7 @@ class _Walk:
             origins |= self.visit(part.jaxpr, like.jaxpr, (*callers, eqn), part.of(operands))
             read = read.union(*(self.open.get(v, _NOTHING) for v in inner.outvars if not isinstance(v, Literal)))
         self.seen.setdefault(line)
-        read |= {line}
+        read |= {line} if line or not read else _NOTHING
         self.behind += [(line, _NOBODY.union(*operands))] if any(operands) else []
         new = origins or (frozenset((len(self.found),)) if own else _NOBODY)
         fits = [self._mark(var, like, new, read) for var, like in zip(eqn.outvars, twin.outvars, strict=False)]

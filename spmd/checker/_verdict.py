@@ -200,29 +200,29 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     guilty = [axis for axis, differences in alone.items() if differences]
     if guilty and len(guilty) < len(alone):
         got.append(f"it differs where {', '.join(guilty)} has several devices, and nowhere else")
-    located = trial.first()
-    first, *whence = _whence(located) or [""]
+    first, *whence = _whence(trial.first()) or [""]
     if first:
         got += [f"from {first} on, values fit no layout of those on one device", *whence]
     elif unknown:
         got.append(f"types follow every value but at {_first(unknown)}")
     advice = advice_on(trial.differences, [one for one in causes.values() if one])
     rule = f"{name} computes something else on several devices than on one."
-    advice = advice or (LOCAL_SIZE if located.counts else _MORE)
+    advice = advice or (LOCAL_SIZE if trial.first().counts else _MORE)
     return found(Fault(rule, got=(*got, on), advice=advice), "numbers", first or trial.line or called_at())
 
 
 def _whence(located: Located) -> list[str]:
     """Return the line where values begin to differ, and what is known of it in words."""
-    begins = list(dict.fromkeys(line for eqn, callers in located.found if (line := line_of(eqn, callers))))
     guilty = [line for line in located.seen if line and line in located.lines]
+    found: Iterable[str] = (line_of(eqn, callers) for eqn, callers in located.found)
+    begins = [*dict.fromkeys(filter(None, found))] or guilty[-1:]  # where the result of a verb leaves there is no line
     told: list[str] = [*begins[:1]]
     if before := [line for line in guilty if line not in begins]:
         told.append(f"it reads values that are not complete, or have another size: made at {_first(before[::-1])}")
     for number, whole in dict.fromkeys(located.counts[line] for line in guilty if line in located.counts):
         at = _first([line for line in guilty if located.counts.get(line) == (number, whole)])
         told.append(f"at {at} the number {number} is {whole} on one device: it depends on the size of a block")
-    return told if begins else []
+    return told
 
 
 def _causes(trial: Trial) -> dict[Any, Cause | None]:
