@@ -531,3 +531,9 @@ def shift(array: np.ndarray, layout: str, mesh: Mesh, by: int = 1, wrap: bool = 
 def iota(layout: str, mesh: Mesh, size: int) -> Blocks:
     """Global positions along the one dimension of the layout, block by block."""
     return scatter(np.arange(size), layout, mesh)
+
+
+def sent_bytes(kind: str, operand: int, devices: int) -> int:
+    """What each device sends of an operand of so many bytes, by the books: a ring, or to each directly."""
+    share = {"all_gather": devices - 1, "psum": 2 * (devices - 1) / devices, "ppermute": 1}
+    return round(operand * share.get(kind, (devices - 1) / devices))

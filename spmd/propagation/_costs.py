@@ -48,7 +48,8 @@ class Cost:
 
     Attributes:
       kind: "loop", a loop moves in each round what does not change; "weight", the same of an argument; "beside", it
-        moves what changes, and not what does not change beside it; "activation", a value that was computed is gathered.
+        moves what changes, and not what does not change beside it; "activation", a value that was computed is gathered;
+        "sum", an operation sums more over devices than a gather of an operand sends.
       move: The first of them.
       count: How many moves there are like it.
       bytes: What one device sends for all of them in one call.
@@ -82,6 +83,7 @@ _SAID = {
     "weight": "in each round a loop moves an argument that does not change",
     "beside": "in each round a loop moves what changes, and not what does not change beside it",
     "activation": "what was computed is gathered",
+    "sum": "a sum over devices sends more than a gather before it",
 }
 
 
@@ -99,6 +101,8 @@ def costs_of(plan: Plan) -> tuple[Cost, ...]:
     costs = []
     for i, ((kind, *_), moves) in enumerate(dearest):
         tried = _tried(plan, kind, moves[0]) if i < _MOST else None
+        if kind == "sum" and tried is None:
+            continue  # most sums are the cheapest way
         spent = sum(move.total_bytes for move in moves)
         costs.append(Cost(kind, moves[0], len(moves), spent, plan.total_bytes, tried))
     return tuple(costs)
@@ -116,6 +120,8 @@ def least(plan: Plan) -> Plan:
 
 def _kind(move: Move, data: set[str]) -> str:
     raw = move.raw
+    if move.kind == "psum" and any(one.bytes < raw.bytes for one in raw.beside):
+        return "sum"
     if move.asked or move.kind not in ("all_gather", "all_to_all", "ppermute"):
         return ""
     if raw.unchanging:
@@ -168,6 +174,8 @@ def _asks(plan: Plan, kind: str, move: Move) -> Iterator[_Ask]:
     raw, shape = move.raw, move.shape
     for one in raw.beside:
         yield from _ask(plan, one.argument, one.maker, one.dims, one.shape)
+    if kind == "sum":
+        return
     if any(axis.text != axis.name for dims in (raw.source.dims, raw.target.dims) for axes in dims for axis in axes):
         return  # no string says a part of an axis
     layouts = [*([raw.target.dims] if kind != "activation" else []), *_elsewhere(move), raw.target.dims]

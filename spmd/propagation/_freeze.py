@@ -92,7 +92,7 @@ class Writer:
       reading: What the module says.
       sizes: Whole sizes of all names.
       functions: The lines of the kernel, and of the functions in it that are being written.
-      loops: Whether there are loops, whose carries have one type: copies are equal by it, then.
+      equal: Whether copies are equal by their type, as loops need them that carry values of one type.
       waiting: Values that are terms of a sum over these axes, which is done after a loop.
       between: Values on their way to another layout, by parts of mesh axes, with what they were before.
       branch: The number of the functions around the innermost branch, which nothing is moved out of.
@@ -102,7 +102,7 @@ class Writer:
     functions: list[list[str]] = field(default_factory=lambda: [[]])
     sizes: dict[str, int] = field(default_factory=dict)
     known: dict[Any, Made] = field(default_factory=dict)
-    loops: bool = False
+    equal: bool = False
     waiting: dict[Any, tuple[Axis, ...]] = field(default_factory=dict)
     between: dict[Any, Made] = field(default_factory=dict)
     branch: int = 0
@@ -191,15 +191,17 @@ class Writer:
             self._note(op, name)
 
     def _note(self, op: Any, name: str) -> None:
-        """Note along which axes results differ by JAX's type: along those of the operands, or of a verb's layout; and
-        where an expression can stand."""
+        """Note along which axes results differ by JAX's type: along those of the operands, where no verb makes them
+        equal, and those of a verb's layout; and where an expression can stand."""
         moved, counts = name in KINDS or name == "sdy.all_slice", name in ("stablehlo.iota", "stablehlo.scatter")
+        joins = name in KINDS and (self.equal or name in ("sdy.all_reduce", "sdy.reduce_scatter"))
+        gone = {axis.name for axis in self.reading.before(op, name)[1]} if joins else set()
         operands = [self.known[value] for value in op.operands if value in self.known]
         level = max((one.level for one in operands), default=0)
         for result in [one for one in op.results if one not in self.between]:
             made = self.known[result]
-            varies = axes_of(made.place) if moved or counts else frozenset()
-            varies = varies if moved else varies.union(*(one.varies for one in operands))
+            varies = frozenset().union(*(one.varies for one in operands)) - gone
+            varies |= axes_of(made.place) if moved or counts else frozenset()
             named = made.text.isidentifier() and not any(made.text == one.text for one in operands)
             self.known[result] = made._replace(varies=varies, level=made.level if named else level)
 
@@ -246,7 +248,7 @@ class Writer:
         if before is not None or (name == "sdy.all_to_all" and len(self.reading.before(op, name)[1]) > 1):
             verb = "relayout"
         pattern = f"{self.layout(made.names, source)} -> {self.layout(made.names, target)}"
-        to = ', to="invarying"' if self.loops and verb in ("all_gather", "relayout") else ""
+        to = ', to="invarying"' if self.equal and verb in ("all_gather", "relayout") else ""
         text = f'spmd.{verb}({bare(made.text)}, "{pattern}"{to})'
         self.put(result, Made(text, made.names, target), level=max(made.level, self.branch))
 
@@ -335,10 +337,8 @@ class Writer:
         along = ", ".join(map(str, gone)) + ("," if len(gone) == 1 else "")
         text = f"jnp.{kind}({bare(made.text)}, axis=({along}))"
         lost = [axis for d in gone for axis in made.place.dims[d]]
-        whole = ""
-        if lost:
-            source = self.layout(made.names, made.place)
-            whole = f'spmd.reduce({bare(made.text)}, "{source} -> RESULT", "{kind}")'
+        source = self.layout(made.names, made.place) if lost else ""
+        whole = f'spmd.reduce({bare(made.text)}, "{source} -> RESULT", "{kind}")'
         self.partial(op, text, names, whole, lost)
 
     def partial(
@@ -393,9 +393,8 @@ class Writer:
         operands = [self.array(value) for value in op.operands]
         _lookups.whole(self, operands[0].place.dims, [along])
         if len(operands) == 1:
-            [one] = operands
-            made = Made(f"jnp.sort({bare(one.text)}, axis={along})", one.names, self.place(op.results[0]))
-            self.put(op.results[0], made)
+            text = f"jnp.sort({bare(operands[0].text)}, axis={along})"
+            self.put(op.results[0], Made(text, operands[0].names, self.place(op.results[0])))
             return
         texts = ", ".join(bare(one.text) for one in operands)
         made = next(self.fresh)
@@ -404,12 +403,7 @@ class Writer:
             self.put(result, Made(f"{made}[{i}]", one.names, self.place(result)))
 
 
-_NUMBERS = (
-    "lhs_batching_dimensions",
-    "rhs_batching_dimensions",
-    "lhs_contracting_dimensions",
-    "rhs_contracting_dimensions",
-)
+_NUMBERS = [f"{side}_{kind}_dimensions" for side in ("lhs", "rhs") for kind in ("batching", "contracting")]
 _RULES: dict[str, Callable[[Writer, Any], None]] = {
     "sdy.constant": Writer.constant,
     "stablehlo.constant": Writer.constant,
@@ -459,7 +453,7 @@ def signature_names(writer: Writer, values: Sequence[Any], labels: Sequence[Any]
     return found
 
 
-def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Sequence[Any]) -> str:
+def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Sequence[Any], equal: bool = False) -> str:
     """The text of an explicit kernel that does what a module says.
 
     Args:
@@ -467,11 +461,12 @@ def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Seque
       name: What to call the function.
       parameters: What to call its arguments.
       labels: What is known of the names of their dimensions.
+      equal: Whether copies are equal by their type. A kernel whose results are copies is written again with it.
 
     Raises:
       SpmdError: An operation is not written as a kernel yet.
     """
-    writer = Writer(reading, loops=re.search(r"stablehlo\.(while|case)", str(reading.module)) is not None)
+    writer = Writer(reading, equal=equal or re.search(r"stablehlo\.(while|case)", str(reading.module)) is not None)
     values = list(reading.block.arguments)[reading.first :]
     if reading.first:
         writer.fail("a constant array")
@@ -481,6 +476,8 @@ def frozen(reading: Reading, name: str, parameters: Sequence[str], labels: Seque
         writer.known[value] = Made(parameter, one, place, varies=axes_of(place))
     given = [writer.layout(one, reading.place(value)) for value, one in zip(values, names, strict=True)]
     results = [writer.array(value) for value in writer.block(reading.block)]
+    if not writer.equal and any(one.varies - axes_of(one.place) for one in results):
+        return frozen(reading, name, parameters, labels, equal=True)
     made = [writer.layout(one.names, one.place) for one in results]
     body = [*writer.lines, f"return {', '.join(bare(one.text) for one in results)}"]
     if len(body) > 1 and len(results) == 1 and body[-2].startswith(f"{results[0].text} = "):

@@ -11,6 +11,7 @@ from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, intege
 
 # What combines two numbers, as `jax.lax` calls it.
 _OF_TWO = {"stablehlo.add": "add", "stablehlo.multiply": "mul", "stablehlo.minimum": "min", "stablehlo.maximum": "max"}
+_WINDOW = ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
 _PADDING = ("edge_padding_low", "edge_padding_high", "interior_padding")
 
 
@@ -83,9 +84,7 @@ def windowed(writer: Any, op: Any) -> None:
     if len(op.results) != 1 or not verb:
         writer.fail("a window that this function combines")
     made, start = writer.array(op.operands[0]), writer.get(op.operands[1])
-    words = [
-        integers(op, name) for name in ("window_dimensions", "window_strides", "base_dilations", "window_dilations")
-    ]
+    words = [integers(op, name) for name in _WINDOW]
     ends = [int(n) for n in re.findall(r"-?\d+", str(op.attributes["padding"]).partition(":")[0])]
     if len(ends) == 1:  # as MLIR writes many equal ones
         ends *= 2 * len(made.names)
@@ -130,15 +129,9 @@ def gathered(writer: Any, op: Any) -> None:
     left = [d for d in range(len(sizes)) if d not in (*gone, *batch)]
     numbers = f"jax.lax.GatherDimensionNumbers{tuple(map(tuple, (offset, gone, found, batch, where)))}"
     text = f'jax.lax.gather({bare(made.text)}, {bare(at.text)}, {numbers}, {taken}, mode="promise_in_bounds")'
-    rest, of_slices = iter(at.names[:-1]), iter(left)
-    names = []
-    for d in range(len(typed(op.results[0]).shape)):
-        if d in offset:
-            source = next(of_slices)
-            kept = sizes[source] == kind.shape[source]
-            names.append(made.names[source] if kept else writer.named(sizes[source]))
-        else:
-            names.append(next(rest))
+    kept = [made.names[d] if sizes[d] == kind.shape[d] else writer.named(sizes[d]) for d in left]
+    rest, of_slices = iter(at.names[:-1]), iter(kept)
+    names = [next(of_slices if d in offset else rest) for d in range(len(typed(op.results[0]).shape))]
     _put(writer, op, text, _different(writer, op, names))
 
 
@@ -168,13 +161,9 @@ def scattered(writer: Any, op: Any) -> None:
     if len(op.results) != 1:
         writer.fail("an update of several arrays")
     made, at, new = (writer.array(value) for value in op.operands)
-    words = lambda name: numbers_of(op, "scatter_dimension_numbers", name)
-    window, gone, found = (
-        words("update_window_dims"),
-        words("inserted_window_dims"),
-        words("scatter_dims_to_operand_dims"),
-    )
-    batch, where = words("input_batching_dims"), words("scatter_indices_batching_dims")
+    words = lambda name: numbers_of(op, "scatter_dimension_numbers", f"{name}_dims")
+    window, gone, found = words("update_window"), words("inserted_window"), words("scatter_dims_to_operand")
+    batch, where = words("input_batching"), words("scatter_indices_batching")
     kind, updates = typed(op.operands[0]), typed(op.operands[2]).shape
     left = iter(d for d in range(len(kind.shape)) if d not in (*gone, *batch))
     sizes = [1] * len(kind.shape)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from spmd._compat import location_name
+from spmd._compat import location_name, operations
 from spmd._compat import operation_name as name_of
 from spmd._text import sent_bytes
 
@@ -104,19 +104,22 @@ class Typed(NamedTuple):
 
 
 class Beside(NamedTuple):
-    """An operand that no round of a loop changes, of an operation that another operand is moved for.
+    """An operand that could be moved in place of something else: of an operation in a loop that another operand is
+    moved for, if no round changes it; of an operation whose results are summed over devices.
 
     Attributes:
       argument: The number of the program's input that it is; None for what was computed.
       maker: The equation that gives it.
       dims: How it would lie, were it whole where the other is moved.
       shape: Its whole shape.
+      bytes: What one device sends then.
     """
 
     argument: int | None
     maker: Number
     dims: Dims
     shape: tuple[int, ...]
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -254,10 +257,27 @@ class Reading:
         [self.block] = [block] = main.regions[0].blocks
         self.first = len(block.arguments) - count  # constants that JAX hoisted out of the program come first
         self.inputs = [self.place(value) for value in block.arguments][self.first :]
+        self._cancel(module)
         self._block(block, _Site())
         *_, last = block.operations
         self.results = [self.place(value) for value in last.operation.operands]
         return self
+
+    def _cancel(self, module: Any) -> None:
+        """Erase moves that take a result away from where it was made and back, as XLA does. A move stays that comes
+        after a constraint: it has the number of that equation, not of the one that made the result."""
+        moves = [one for one in operations(module.operation) if name_of(one) in _MOVES]
+        for op in moves:
+            value = op.operands[0]
+            own = numbers(op) == _maker(value)
+            while own and (owner := owner_of(value)) and name_of(owner) in _MOVES:
+                value = owner.operands[0]
+                if self.place(value) == self.place(op.results[0]):
+                    op.results[0].replace_all_uses_with(value)
+                    break
+        for op in reversed(moves):
+            if not list(op.results[0].uses):
+                op.erase()
 
     def _block(self, block: Any, site: _Site, skip: Number | None = None) -> None:
         for one in block.operations:
@@ -317,7 +337,7 @@ class Reading:
             None if origin.sliced else origin.argument,
             origin.argument is not None,
             sums and self._is_sliced(op.results[0], axes),
-            () if user is None or site.count < 2 else tuple(self._beside(user, axes)),
+            tuple(self._beside(owner_of(value) if sums else user if site.count > 1 else None, axes, sums)),
         )
         self.moves.append(moved)
 
@@ -334,13 +354,14 @@ class Reading:
                 return op
         return None
 
-    def _beside(self, user: Any, axes: Sequence[Axis]) -> Iterator[Beside]:
-        """The operands of an operation that no round changes, that are no slices, and that these axes divide."""
-        for value in user.operands:
-            origin, dims = self._origin(value, True), self.place(value).dims
-            whole = tuple(tuple(axis for axis in one if axis not in axes) for one in dims)
-            if origin.unchanging and not origin.sliced and whole != dims:
-                yield Beside(origin.argument, _maker(value), whole, typed(value).shape)
+    def _beside(self, user: Any, axes: Sequence[Axis], changing: bool) -> Iterator[Beside]:
+        """The operands of an operation that these axes divide; but for `changing`, those that no round changes."""
+        for value in () if user is None else user.operands:
+            origin, place = self._origin(value, True), self.place(value)
+            whole = tuple(tuple(axis for axis in one if axis not in axes) for one in place.dims)
+            if (changing or origin.unchanging) and not origin.sliced and whole != place.dims:
+                sent = sent_bytes("all_gather", typed(value).local_bytes(place), math.prod(axis.size for axis in axes))
+                yield Beside(origin.argument, _maker(value), whole, typed(value).shape, sent)
 
     def _origin(self, value: Any, repeats: bool) -> _Origin:
         """Return where a value comes from, through copies, slices, and loops that keep it."""

@@ -145,12 +145,9 @@ class Places(Recording):
         for labels, operand in zip(m.operands, operands, strict=False):
             for label, dim in zip(labels, operand.dims if operand else (), strict=False):
                 kind = None if label is None else m.whole.get(label, m.reduced.get(label))
-                if (
-                    kind
-                    and kind not in MOVES
-                    and (label in m.whole or kind == "position")
-                    and (axes := axes_of_dim(dim))
-                ):
+                if not kind or kind in MOVES or (label not in m.whole and kind != "position"):
+                    continue
+                if axes := axes_of_dim(dim):
                     self.open[number, kind, axes] = [*self.callers, eqn]
 
     def mapped(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> Sequence[State | None]:
@@ -293,20 +290,13 @@ class Reader:
       equations: The equations of the program by their numbers.
       names: What their dimensions are called.
       sizes: The sizes of the mesh axes.
-      inputs: What the dimensions of the program's inputs are called.
-      variables: The inputs.
+      variables: The program's inputs.
     """
 
     def __init__(
-        self,
-        equations: Sequence[Any],
-        names: WholeNames,
-        sizes: Mapping[str, int],
-        inputs: Sequence[Labels],
-        variables: Sequence[Any],
+        self, equations: Sequence[Any], names: WholeNames, sizes: Mapping[str, int], variables: Sequence[Any]
     ) -> None:
-        self._variables = variables
-        self._equations, self._names, self._sizes, self._inputs = equations, names, sizes, inputs
+        self._equations, self._names, self._sizes, self._variables = equations, names, sizes, variables
         self._asking: dict[Any, list[tuple[Any, Any]]] = {}
         for eqn in equations:
             sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
@@ -360,7 +350,7 @@ class Reader:
         """Return what the dimensions are called of what is moved: as its maker says, else as its user does."""
         shape = raw.type.shape
         best: Labels = ((),) * len(shape)
-        if raw.argument is not None and len(known := self._inputs[raw.argument]) == len(shape):
+        if raw.argument is not None and len(known := self._names.known[self._variables[raw.argument]]) == len(shape):
             best = known
         for number, table, atoms in (
             (raw.maker, self._names.made, "outvars"),

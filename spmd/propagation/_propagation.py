@@ -98,7 +98,7 @@ class Propagation(Report):
     @functools.cached_property
     def moves(self) -> tuple[Move, ...]:
         """The changes of layout that send something, in the order of the program."""
-        reader = Reader(self.traced.equations, self.names, self.mesh, self.labels, self.variables)
+        reader = Reader(self.traced.equations, self.names, self.mesh, self.variables)
         return tuple(map(reader.move, self.reading.moves))
 
     def again(self, asks: Asks) -> Propagation:

@@ -50,9 +50,3 @@ def agree(fn, *args, mesh) -> None:
 def of_text(text: str, mesh=None) -> CollectiveReport:
     """The collectives of a compiled program of which only the text is known, as of another compiler."""
     return collectives(types.SimpleNamespace(as_text=lambda: text), mesh=mesh)
-
-
-def sent_bytes(kind: str, operand: int, devices: int) -> int:
-    """What each device sends of an operand of so many bytes, by the books: a ring, or to each directly."""
-    share = {"all_gather": devices - 1, "psum": 2 * (devices - 1) / devices, "ppermute": 1}
-    return round(operand * share.get(kind, (devices - 1) / devices))

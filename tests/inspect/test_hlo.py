@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from spmd.errors import SpmdError
 from tests.goldens import Golden
-from tests.inspect.harness import of_text, sent_bytes
+from tests.inspect.harness import of_text
+from tests.simulator import sent_bytes
 
 TEXTS = Golden(Path(__file__).with_name("hlo.txt")).read()
 ONE = """HloModule jit_f, num_partitions={devices}

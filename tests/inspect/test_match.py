@@ -15,7 +15,7 @@ import spmd
 from spmd import all_gather, all_to_all, einsum, explain, psum, psum_scatter, reduce, shift, softmax
 from spmd.inspect import Boundary, Collective, CollectiveReport, Constraint, Explanation, Written, WrittenCollective
 from tests.conftest import case_count
-from tests.inspect.harness import sent_bytes
+from tests.simulator import sent_bytes
 
 SIZES = {"dp": 2, "tp": 4}
 MESH = spmd.make_mesh(dp=2, tp=4)

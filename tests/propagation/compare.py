@@ -10,8 +10,8 @@ from typing import Any
 
 import spmd
 from spmd.inspect import collectives
-from tests.inspect.harness import sent_bytes
 from tests.propagation.programs import Plain, programs
+from tests.simulator import sent_bytes
 
 Sent = collections.Counter[tuple[str, tuple[str, ...], int]]
 

@@ -303,7 +303,7 @@ _STEPS: dict[str, tuple[str, Callable[..., Any]]] = {
     "cumsum": ("", lambda x: jnp.cumsum(x, 0)),
     "flip": ("", lambda x: x[::-1]),
     "fold": ("", lambda x: jnp.tanh(x.reshape(8, 2, 32)).reshape(16, 32)),
-    "loop": ("", lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * 2 - x.sum(0, keepdims=True), x)),
+    "loop": ("", lambda x: jax.lax.fori_loop(0, 3, lambda _, x: x * 2 - x.mean(0, keepdims=True), x)),
 }
 
 

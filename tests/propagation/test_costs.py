@@ -49,6 +49,29 @@ def test_an_activation_gathered_over_the_data_axes():
     assert "what was computed is gathered" in str(cost) and "on what tanh gives at test_costs.py:" in str(cost)
 
 
+def test_a_sum_that_sends_more_than_a_gather_before_it():
+    """The weight is whole everywhere: what is multiplied with it is gathered for half of what the sum sends."""
+    program = lambda x, w: jnp.tanh(x) @ w
+    args = [shaped("b d/dp", 16, 32), shaped("d f", 32, 64)]
+    plan = propagate(program, *args, layouts="b d, d f")
+    [cost] = plan.costs
+    assert (cost.kind, cost.constraint.layout) == ("sum", "b d")
+    assert str(cost).startswith("a sum over devices sends more than a gather before it: psum(")
+    assert (plan.total_bytes, cost.constraint.bytes) == (16 * 64 * 4, 16 * 16 * 4)
+
+    def mended(x, w):
+        return jax.lax.with_sharding_constraint(jnp.tanh(x), Layout(cost.constraint.layout).sharding(MESH)) @ w
+
+    again = propagate(mended, *args)
+    assert again.total_bytes == cost.constraint.bytes and not again.costs
+
+
+def test_a_sum_that_is_the_cheapest_way_is_no_cost():
+    """To gather one operand alone saves nothing where both are divided."""
+    plan = propagate(lambda x, w: x.T @ w, shaped("b/dp d", 16, 32), shaped("b/dp f", 16, 64))
+    assert plan.counts == {"psum": 1} and not plan.costs
+
+
 def test_a_loop_that_gathers_what_does_not_change():
     def program(x):
         y = jnp.tanh(x)

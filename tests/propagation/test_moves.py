@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 
 import spmd
-from spmd import propagate
+from spmd import Layout, propagate
+from spmd.inspect import collectives
+from tests.propagation.frozen import run
 from tests.propagation.programs import struct
 
 MESH = spmd.make_mesh(dp=2, tp=4, abstract=True)
@@ -50,3 +52,23 @@ def test_plain_values():
     [one] = propagate(program, struct(MESH, "b/dp d"), layouts="b d").to_dict()["moves"]
     assert one["text"] == 'psum("d {U:dp} -> d")' and one["axes"] == ["dp"] and one["total_bytes"] == 128
     assert "raw" not in one
+
+
+def test_what_moves_back_to_where_it_was_made_sends_nothing(mesh):
+    """A sort takes its dimension whole, and the next one too: what was sorted stays until something else needs it."""
+    x, put = struct(mesh, "b/tp d/dp"), Layout("b/tp d/dp").sharding(mesh)
+    sort = lambda x: jnp.sort(x, axis=0)
+
+    def read_twice(x):
+        y = sort(x)
+        return y + 1, sort(y)
+
+    for program, moves in [(lambda x: sort(sort(sort(x))), 2), (read_twice, 3), (lambda x: sort(jnp.tanh(sort(x))), 4)]:
+        sent = collectives(jax.jit(program), x)
+        plan = propagate(program, x)
+        assert plan.counts == sent.counts == {"all_to_all": moves} and plan.total_bytes == sent.total_bytes
+        kernel = run(plan.freeze("frozen"), mesh)
+        assert collectives(kernel, x).total_bytes == sent.total_bytes
+    # a constraint asks that it lies there
+    asked = lambda x: sort(jax.lax.with_sharding_constraint(sort(x), put))
+    assert propagate(asked, x).counts == collectives(jax.jit(asked), x).counts == {"all_to_all": 4}
