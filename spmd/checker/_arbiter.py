@@ -33,7 +33,7 @@ from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
 from spmd.checker._located import Located, located
-from spmd.checker._numbers import Difference, compared, labelled, largest, pulled
+from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
@@ -446,8 +446,8 @@ class _Program:
         gradients = max(map(largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
         close = max(_CLOSE, _ROUNDED * self.rounded)
 
-        def allowed(path: Any, _: Array, size: float) -> Any:
-            return close * max(size, 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
+        def allowed(path: Any, x: Array, y: Array) -> Any:
+            return close * max(rounded(x, y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
         return compared(found, wanted, allowed)
 

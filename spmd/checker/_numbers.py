@@ -204,14 +204,14 @@ def labelled(path: tuple[Any, ...], params: Sequence[str] = ()) -> str:
     return f"gradient of {name}{keystr(tuple(rest))}"
 
 
-def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray, float], Any]) -> list[Difference]:
+def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray, np.ndarray], Any]) -> list[Difference]:
     """Compare two trees of arrays of one structure, leaf by leaf; NaN equals NaN.
 
     Args:
       got: The arrays.
       wanted: Those expected.
-      allowed: From the path of an array, the values expected, and how large those are that may differ by rounding, to
-        the difference that is allowed, for each element. Integers and booleans are equal.
+      allowed: From the path of an array, its values and those expected, in double precision, to the difference that is
+        allowed, for each element. Integers and booleans are equal.
 
     Returns:
       What differs.
@@ -226,7 +226,7 @@ def compared(got: Any, wanted: Any, allowed: Callable[[Any, np.ndarray, float], 
             continue
         pair = wide(x), wide(y)
         exact = not jnp.issubdtype(x.dtype, jnp.inexact)
-        limit = np.broadcast_to(0.0 if exact else allowed(path, pair[1], rounded(*pair)), pair[1].shape)
+        limit = np.broadcast_to(0.0 if exact else allowed(path, *pair), pair[1].shape)
         with np.errstate(invalid="ignore"):  # inf - inf
             gap = np.abs(pair[0] - pair[1])
             wrong = ~((gap <= limit) | (pair[0] == pair[1]) | (np.isnan(pair[0]) & np.isnan(pair[1])))

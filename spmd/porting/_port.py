@@ -17,7 +17,7 @@ from spmd._text import Table, bytes_text
 from spmd._trees.leaves import kind_of
 from spmd.checker import Findings
 from spmd.checker._arguments import drawn
-from spmd.checker._numbers import compared, labelled, pulled
+from spmd.checker._numbers import compared, labelled, pulled, rounded
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
 from spmd.inspect._check import check
@@ -365,8 +365,7 @@ def _compare(raw: Program, ported: Program) -> tuple[tuple[str, ...], tuple[str,
         except Exception as error:
             differences.append(f"{what}: the raw program has them, the kernel does not: {jax_errors.first_line(error)}")
             break
-        largest = max((float(np.abs(np.asarray(x, np.float64)).max(initial=0)) for x in _floats(wanted)), default=0.0)
-        found = compared(got, wanted, lambda _, x, most=largest: 1e-4 * np.abs(x) + 1e-5 * max(most, 1))
+        found = compared(got, wanted, lambda _, x, y: 1e-4 * np.abs(y) + 1e-5 * max(rounded(x, y), 0.1))
         differences += [f"{labelled(one.path)}: {one.how() or one.counts}" for one in found]
         same += [] if found else [f"{what}: equal"]
         was, now = (f"{sum(one.counts.values())} collectives, {bytes_text(one.total_bytes)}" for one in (before, after))

@@ -527,6 +527,6 @@ def _checked(modes: Sequence[Mode]) -> list[Mode]:
 
 
 def _rows(name: str, got: Any, wanted: Any, rtol: float, atol: float) -> list[tuple[str, ...]]:
-    found = compared(got, wanted, lambda _path, y, _size: atol + rtol * np.abs(y))
+    found = compared(got, wanted, lambda _path, _x, y: atol + rtol * np.abs(y))
     types = [(one.got, one.wanted) if one.got != one.wanted else ("", "") for one in found]
     return [(labelled(one.path), name, *both, *one.counts) for one, both in zip(found, types, strict=True)]

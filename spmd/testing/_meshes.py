@@ -26,7 +26,18 @@ from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import for_numbers
 from spmd.checker._arguments import drawn, smaller
-from spmd.checker._numbers import Cause, Difference, advice_on, cause_of, compared, labelled, largest, pulled, wide
+from spmd.checker._numbers import (
+    Cause,
+    Difference,
+    advice_on,
+    cause_of,
+    compared,
+    labelled,
+    largest,
+    pulled,
+    rounded,
+    wide,
+)
 from spmd.checker._primitives import NotSimulated
 from spmd.checker._simulator import Parted, held_number, simulate
 from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, SpmdError
@@ -171,13 +182,13 @@ class _Run:
       mesh: The mesh.
       arrays: The results and gradients.
       dtype: The coarsest dtype that it computed in.
-      moved: How much each array moves where the arguments are rounded; on a mesh of ones.
+      moved: How much each number of an array moves where the arguments are rounded; on a mesh of ones.
     """
 
     mesh: Any
     arrays: dict[str, Any]
     dtype: str
-    moved: dict[Any, float]
+    moved: dict[Any, np.ndarray]
 
 
 class _Program:
@@ -283,7 +294,7 @@ class _Program:
             again = jax.tree.leaves(compiled(*_rounded(arrays, dtype)))
             with np.errstate(invalid="ignore"):  # of infinities
                 pairs = zip(jax.tree.leaves_with_path(found), again, strict=True)
-                moved = {path: largest(wide(x) - wide(y)) for (path, x), y in pairs}
+                moved = {path: np.abs(wide(x) - wide(y)) for (path, x), y in pairs}
         return _Run(mesh, found, dtype, moved)
 
 
@@ -389,15 +400,8 @@ def _concrete(mesh: Any, given: Any) -> Mesh:
     if isinstance(mesh, Mesh):
         return mesh
     inside = isinstance(given, Mesh) and all(n <= given.shape[axis] for axis, n in mesh.shape.items())
-    devices = given.devices[tuple(slice(n) for n in mesh.shape.values())] if inside else _devices(mesh.shape)
+    devices = given.devices[tuple(slice(n) for n in mesh.shape.values())] if inside else make_mesh(**mesh.shape).devices
     return Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-
-
-def _devices(sizes: Mapping[str, int]) -> Any:
-    """The devices of a mesh of these sizes."""
-    axes: dict[str, Any] = dict(sizes)
-    mesh: Any = make_mesh(**axes)
-    return mesh.devices
 
 
 def _grid(given: Any, meshes: Sequence[Any] | None) -> list[Any]:
@@ -469,15 +473,17 @@ def _differences(run: _Run, base: _Run, rtol: Any, atol: float) -> list[Differen
     part = _TOLERANCE.get(dtype, _COARSEST) if given is None else given
     gradients = max((largest(wide(x)) for x in jax.tree.leaves(base.arrays.get("gradient"))), default=0.0)
 
-    def allowed(path: Any, y: np.ndarray, size: float) -> Any:
-        size = size if simulated and given is None else largest(y)
-        size = max(size, _SMALL * gradients * (path[0].key == "gradient"))
-        more = 0.0 if given is not None or simulated else min(_TIMES * base.moved[path], _MOST * size)
+    def allowed(path: Any, x: np.ndarray, y: np.ndarray) -> Any:
+        most, moved = largest(y), base.moved.get(path, np.zeros(()))
+        shaken = (moved > 0) | (x != y)  # -1e9 in a mask is not, and hides no difference
+        size = rounded(x, y) if simulated else largest(np.where(shaken, y, 0))
+        size = max(most if given is not None else size, _SMALL * gradients * (path[0].key == "gradient"))
+        more = 0.0 if given is not None or simulated else min(_TIMES * largest(moved), _MOST * most)
         return atol + max(part * size, more)
 
     found = compared(run.arrays, base.arrays, allowed)
-    shapes = [one for one in found if one.got != one.wanted]
-    return shapes or found  # of other shapes the gradients were taken along other cotangents
+    # of other shapes the gradients were taken along other cotangents
+    return [one for one in found if one.got != one.wanted] or found
 
 
 # --- the message --------------------------------------------------------------------------------------------
@@ -491,11 +497,9 @@ def _text(
     factor = lambda path, mesh: at[path, mesh].factor if (path, mesh) in at else 1.0
     causes = {path: cause_of([(mesh.shape, factor(path, mesh)) for mesh in found]) for path in paths}
     rows = []
-    for path in paths:
-        for mesh in found:
-            if (path, mesh) in at:
-                one = at[path, mesh]
-                rows.append((labelled(path, program.params), _shown(mesh), *one.counts, one.how(causes[path])))
+    for path, mesh in itertools.product(paths, found):
+        if one := at.get((path, mesh)):
+            rows.append((labelled(path, program.params), _shown(mesh), *one.counts, one.how(causes[path])))
     more = [(f"and {len(rows) - _SHOWN} more",)] if len(rows) > _SHOWN else []
     head = ("", "mesh", "largest difference", "allowed", "elements", "")
     yield f"{program.name} is not the same on every mesh."

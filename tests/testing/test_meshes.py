@@ -373,7 +373,8 @@ def test_tolerances(mesh):
 
 
 @pytest.mark.parametrize("number", [-1e9, -3e38])
-def test_a_mask_hides_no_difference(mesh, number):
+@pytest.mark.parametrize("devices", [False, True])
+def test_a_mask_hides_no_difference(mesh, number, devices):
     """What is -1e9 on all meshes is not rounded. So it does not say how much the other numbers may differ."""
 
     @spmd.kernel("b/dp -> b/dp", mesh=mesh)
@@ -381,7 +382,7 @@ def test_a_mask_hides_no_difference(mesh, number):
         return jnp.where(x > 0, number, x + jnp.log(1.0 * x.shape[0]))
 
     with pytest.raises(Mismatch):
-        assert_same_on_any_mesh(biased, jnp.linspace(-1, 1, 8), meshes=())
+        assert_same_on_any_mesh(biased, jnp.linspace(-1, 1, 8), meshes=(), devices=devices)
 
 
 def test_what_rounding_changes_is_allowed(mesh):
