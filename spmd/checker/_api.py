@@ -86,13 +86,13 @@ def checked(
     )
     raw = reference is None and any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
     trial = trial if reference else but_for_noise(trial, walk)
-    if raw:  # it may mean the size of a block, which fits nothing else
-        trial = replace(trial, fails=False)
+    # A raw one may mean the size of a block, which fits nothing else.
+    trial = replace(trial, fails=trial.fails and not raw)
     unknown = unknown_lines(walk, jaxpr)
     whole = not raw or bool(trial.faults)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
     if raw and trial.wrong and not any(one.certain for one in findings):
-        trial = Trial(walk.sizes, why=_MEANT)
+        trial = replace(trial, why=_MEANT)
     cleared = dict.fromkeys(one.line for one in walk.findings if one not in findings)
     verdict = judge(findings, trial, unknown, list(cleared), believed_lines(jaxpr))
     if left := left_axes(jaxpr):

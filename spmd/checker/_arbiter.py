@@ -449,7 +449,7 @@ class _Program:
         def allowed(path: Any, x: Array, y: Array) -> Any:
             return close * max(rounded(x, y), 1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
 
-        return compared(found, wanted, allowed)
+        return sorted(compared(found, wanted, allowed), key=lambda one: one.path[0].key != "result")
 
 
 def _leaves(run: _Runner, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mapping[str, int] | None = None) -> bool:

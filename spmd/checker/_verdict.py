@@ -92,9 +92,9 @@ def judge(
     if any(one.certain for one in findings):
         return Verdict("wrong", [f"not tested: {trial.why}" if trial.why else _compared(trial)])
     if trial.meant:  # a ring whose blocks are a dimension is one program on whole arrays, with its mistakes
-        return Verdict("not tested", [f"{_compared(trial)}: reference= tells what is meant"], len(findings))
+        trial = replace(trial, why=f"{_compared(trial)}: reference= tells what is meant")
     if trial.why:
-        return Verdict("not tested", [trial.why], len(findings))
+        return Verdict("not tested", [trial.why, *_factors_text(trial)], len(findings))
     others = [one for one in unknown if one not in believed]
     lost = [f"Types lose a value at {_first(others)}"] if others else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
@@ -170,9 +170,9 @@ def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list
     """
     first = trial.first() if trial.wrong and not trial.faults else Located()
     known = [one for one in suspicions if one in walk.about and one.kind in _SUSPICIONS - _BACKWARD]
-    met = [one for one in known if one.kind == "disagree"]
-    met = met if met and trial.wrong and not trial.faults and all(_causes(trial).values()) else []
-    return [one for one in known if one in met or first.clears(_lines(one, walk))]
+    met = any(one.kind == "disagree" for one in known) and trial.wrong and not trial.faults
+    scaled = met and all(_causes(trial).values())
+    return [one for one in known if (scaled and one.kind == "disagree") or first.clears(_lines(one, walk))]
 
 
 def _lines(one: Finding, walk: Engine) -> set[str]:
@@ -181,8 +181,7 @@ def _lines(one: Finding, walk: Engine) -> set[str]:
 
 def _explained(suspicions: list[Finding], trial: Trial, walk: Engine) -> list[Finding]:
     """Put the sums that a gradient adds in place of what comes of them, where values begin to differ at one."""
-    lines = trial.first().lines
-    begins = lambda one: one in walk.about and not _lines(one, walk).isdisjoint(lines)
+    begins = lambda one: one in walk.about and not _lines(one, walk).isdisjoint(trial.first().lines)
     sums = [one for one in walk.weaker if begins(one)]
     return [*sums, *(one for one in suspicions if one.kind not in _SUSPICIONS or begins(one))] if sums else suspicions
 
@@ -193,8 +192,7 @@ def _by_numbers(trial: Trial, name: str, unknown: Sequence[str]) -> Finding:
     if trial.faults:
         return _of_fault(trial.faults[0], name, on)
     causes, alone = _causes(trial), trial.by_axis
-    results_first = sorted(trial.differences, key=lambda one: one.path[0].key != "result")
-    got = [_row(one, causes[one.path]) for one in results_first[:_SHOWN]]
+    got = [_row(one, causes[one.path]) for one in trial.differences[:_SHOWN]]
     more = len(trial.differences) - _SHOWN
     got += [f"and {more} more array{'s' * (more > 1)}"] if more > 0 else []
     guilty = [axis for axis, differences in alone.items() if differences]
@@ -239,6 +237,13 @@ def _factors(one: Difference, trial: Trial) -> list[tuple[Mapping[str, int], flo
     return found
 
 
+def _factors_text(trial: Trial) -> list[str]:
+    """Return by which factors arrays differ from those on one device, in words."""
+    known = [(one, _causes(trial)[one.path]) for one in trial.differences]
+    said = [f"{labelled(one.path)} is {how}" for one, cause in known if cause and (how := one.how(cause))]
+    return [f"Compared with one device, {_first(said)}"] if said else []
+
+
 def _row(one: Difference, cause: Any) -> str:
     how = one.how(cause)
     count = "" if one.largest is None else f"{one.wrong} of {one.size} numbers differ, by up to {one.largest:.3g}"
@@ -273,9 +278,8 @@ def unknown_lines(walk: Engine, jaxpr: Any) -> list[str]:
     lines: dict[str, None] = {}
     for eqn in equations(jaxpr):
         outs = [walk.known[v] for v in eqn.outvars if v in walk.known]
-        if any(map(_is_lost, outs)) and not any(
-            _is_lost(walk.known.get(v)) for v in eqn.invars if not hasattr(v, "val")
-        ):
+        given = (walk.known.get(v) for v in eqn.invars if not hasattr(v, "val"))
+        if any(map(_is_lost, outs)) and not any(map(_is_lost, given)):
             lines[_place(eqn)] = None
     return list(lines)
 

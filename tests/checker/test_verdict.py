@@ -66,6 +66,25 @@ def test_what_each_says() -> None:
     )
 
 
+def test_a_program_that_may_mean_the_sizes_of_axes_is_told_by_which_it_differs() -> None:
+    """The gradient of a loss over all rows is complete: divided once more, it is that of DistributedDataParallel."""
+
+    def step(x: Any, w: Any) -> Any:
+        loss = lambda w: spmd.reduce((jnp.tanh(x @ w) ** 2).mean(1), "b/dp -> ", "mean")
+        value, gradient = spmd.value_and_grad(loss)(w)
+        return value, gradient / spmd.axis_size("dp")
+
+    x, w = X, jax.ShapeDtypeStruct((X.shape[1], 4), X.dtype)
+    told = spmd.check(kernel("b/dp d, d f -> scalar, d f", step), x, w).verdict
+    assert told.kind == "not tested"
+    assert told.reasons[1] == "Compared with one device, result[1] is 2 times too small: the size of dp"
+    raw = lambda mesh: jax.shard_map(
+        lambda x: jax.lax.pmean(x.sum(0), "dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+    )
+    told = spmd.check(raw(spmd.make_mesh(**SIZES)), x, build=raw).verdict
+    assert told.kind == "not tested" and "result is 2 times too small: the size of dp" in str(told)
+
+
 def test_a_size_of_a_shard_names_spmd_size() -> None:
     for body, result in ((lambda x: x / x.shape[0], "b/dp d"), (lambda x: x.shape[0], "scalar")):
         [one] = spmd.check(kernel(f"b/dp d -> {result}", body), X)
