@@ -355,6 +355,19 @@ class Writer:
         else:
             self.put(result, Made(text, names, place))
 
+    def summed(self, op: Any, text: str, names: Names, lost: Sequence[Axis]) -> None:
+        """A result of an operation that no verb has, of which devices have terms of a sum."""
+        marks = ",".join(dict.fromkeys(axis.name for axis in lost))
+        source = f"{self.layout(names, Place(self.place(op.results[0]).dims))} {{U:{marks}}}" if lost else ""
+        self.partial(op, text, names, f'spmd.psum({text}, "{source} -> RESULT")', lost)
+
+    def options(self, op: Any) -> str:
+        """The options of a product: the dtype and the precision in which it adds up, where they are its own."""
+        given, made = typed(op.operands[0]).dtype, typed(op.results[0]).dtype
+        kinds = re.findall(r"precision (\w+)", str(op.attributes.get("precision_config", "")))
+        text = "" if given == made else f", preferred_element_type={dtype_text(made)}"
+        return text if set(kinds) <= {"DEFAULT"} else f"{text}, precision={tuple(one.lower() for one in kinds)}"
+
     def dot(self, op: Any) -> None:
         x, w = self.array(op.operands[0]), self.array(op.operands[1])
         numbers = {name: numbers_of(op, "dot_dimension_numbers", name) for name in _NUMBERS}
@@ -374,8 +387,7 @@ class Writer:
         operands = f"{self.layout(x.names, x.place)}, {self.layout(tuple(right), w.place)}"
         result = self.layout(names, Place(self.place(op.results[0]).dims))
         start = f"spmd.einsum({bare(x.text)}, {bare(w.text)}, "
-        given, made = typed(op.operands[0]).dtype, typed(op.results[0]).dtype
-        end = ")" if given == made else f", preferred_element_type={dtype_text(made)})"
+        end = f"{self.options(op)})"
         text = f'{start}"{operands} -> {result}"{end}'
         self.partial(op, text, names, f'{start}"{operands} -> RESULT"{end}', lost)
 

@@ -85,10 +85,7 @@ def windowed(writer: Any, op: Any) -> None:
         writer.fail("a window that this function combines")
     made, start = writer.array(op.operands[0]), writer.get(op.operands[1])
     words = [integers(op, name) for name in _WINDOW]
-    ends = [int(n) for n in re.findall(r"-?\d+", str(op.attributes["padding"]).partition(":")[0])]
-    if len(ends) == 1:  # as MLIR writes many equal ones
-        ends *= 2 * len(made.names)
-    padding = list(zip(ends[::2], ends[1::2], strict=True))
+    padding = _padding(op, len(made.names))
     alone = [(*one, *pad) == (1, 1, 1, 1, 0, 0) for *one, pad in zip(*words, padding, strict=True)]
     [along, *more] = [d for d, one in enumerate(alone) if not one] or [0]
     size, over = typed(op.operands[0]).shape[along], [one[along] for one in words]
@@ -102,6 +99,37 @@ def windowed(writer: Any, op: Any) -> None:
     initial = _number(op, start)
     text = f"jax.lax.reduce_window({bare(made.text)}, {initial}, {how})"
     _put(writer, op, text, _renamed(writer, op, made, alone))
+
+
+def convolved(writer: Any, op: Any) -> None:
+    """`stablehlo.convolution`, of windows that lie in one block. Channels that are divided are terms of a sum."""
+    x, w = (writer.array(value) for value in op.operands)
+    sides = [part.split(", ") for part in re.findall(r"\[([^\]]*)\]", str(op.attributes["dimension_numbers"]))]
+    spaces = [str(i) for i in range(len(sides[0]) - 2)]
+    of_x, of_w, of_out = (
+        tuple(side.index(one) for one in (*first, *spaces))
+        for side, first in zip(sides, ("bf", "oi", "bf"), strict=True)
+    )
+    whole(writer, x.place.dims, of_x[2:])
+    whole(writer, w.place.dims, of_w[2:])
+    groups = [int(str(op.attributes[f"{kind}_group_count"]).split()[0]) for kind in ("feature", "batch")]
+    if max(groups) > 1:  # a block has a part of each
+        whole(writer, x.place.dims, [of_x[groups[0] > 1]])
+        whole(writer, w.place.dims, of_w[: 1 + (groups[0] > 1)])
+    lost = list(x.place.dims[of_x[1]])
+    if lost != list(w.place.dims[of_w[1]]):
+        writer.fail("a convolution of arrays whose channels lie differently")
+    strides, dilation, spread = (integers(op, name) for name in ("window_strides", "lhs_dilation", "rhs_dilation"))
+    turned = re.findall("true|false|[01]", str(op.attributes["window_reversal"]).partition(":")[2])
+    back = tuple(of_w[2 + i] for i, one in enumerate(turned) if one in ("true", "1"))
+    window = f"jax.lax.rev({bare(w.text)}, {back})" if back else bare(w.text)
+    how = f"{tuple(strides)}, {_padding(op, len(spaces))}, {tuple(dilation)}, {tuple(spread)}"
+    numbers = f"jax.lax.ConvDimensionNumbers{(of_x, of_w, of_out)}, {groups[0]}, {groups[1]}"
+    text = f"jax.lax.conv_general_dilated({bare(x.text)}, {window}, {how}, {numbers}{writer.options(op)})"
+    known = {of_out[0]: x.names[of_x[0]], of_out[1]: w.names[of_w[0]]}
+    same = {d: name for d, name in known.items() if writer.sizes[name] == typed(op.results[0]).shape[d]}
+    names = _different(writer, op, [same.get(d) or writer.named(n) for d, n in enumerate(typed(op.results[0]).shape)])
+    writer.summed(op, text, names, lost)
 
 
 def _running(writer: Any, made: Made, along: int, verb: str, end: str) -> str:
@@ -190,9 +218,7 @@ def scattered(writer: Any, op: Any) -> None:
     lost = [axis for d in over for axis in new.place.dims[d] if axis not in own]
     if lost and (verb != "scatter_add" or not is_zero(op.operands[0])):
         writer.fail("an update by divided indices that is not a sum from zero")
-    marks = ",".join(dict.fromkeys(axis.name for axis in lost))
-    source = f"{writer.layout(made.names, Place(made.place.dims))} {{U:{marks}}}"
-    writer.partial(op, text, made.names, f'spmd.psum({text}, "{source} -> RESULT")', lost)
+    writer.summed(op, text, made.names, lost)
 
 
 def _added(writer: Any, op: Any, at: Made, new: Made, along: int, window: Sequence[int]) -> None:
@@ -247,6 +273,13 @@ def _rows(at: Made) -> Place:
     return Place(at.place.dims[:-1])
 
 
+def _padding(op: Any, count: int) -> list[tuple[int, int]]:
+    """How many elements a window has more, before and behind each of so many dimensions."""
+    ends = [int(n) for n in re.findall(r"-?\d+", str(op.attributes["padding"]).partition(":")[0])]
+    ends *= 2 * count if len(ends) == 1 else 1  # MLIR writes many equal ones as one
+    return list(zip(ends[::2], ends[1::2], strict=True))
+
+
 def _number(op: Any, made: Made) -> str:
     """A number of the dtype of the array that the operation takes."""
     return f"jnp.asarray({bare(made.text)}, {dtype_text(typed(op.operands[0]).dtype)})" if made.number else made.text
@@ -288,6 +321,7 @@ RULES = {
     "stablehlo.pad": padded,
     "stablehlo.reverse": reversed_,
     "stablehlo.reduce_window": windowed,
+    "stablehlo.convolution": convolved,
     "stablehlo.gather": gathered,
     "stablehlo.scatter": scattered,
 }

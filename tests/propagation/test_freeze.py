@@ -136,6 +136,46 @@ def test_numbers_and_brackets_in_a_text(mesh):
     assert text.endswith('n.astype("uint8") + jnp.uint8(3)\n')
 
 
+# Images and kernels of a convolution, in NHWC and HWIO; and what it is.
+CONVOLUTIONS = {
+    "same": ("n/dp h w c", "y x c o/tp", {}),
+    "terms of a sum": ("n/dp h w c/tp", "y x c/tp o", {"window_strides": (2, 2), "padding": "VALID"}),
+    "channels that are gathered": ("n/dp h w c/tp", "y x c o", {"rhs_dilation": (2, 1)}),
+    "transposed": ("n/tp h w c", "y x c/dp o", {"lhs_dilation": (2, 2), "padding": ((1, 2), (2, 1))}),
+    "by depth": ("n/dp h w c", "y x 1 c", {"feature_group_count": 8}),
+    "in groups of images": ("n h w c/dp", "y x c/dp o", {"batch_group_count": 2}),
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions(mesh, name):
+    """Compared with one device: XLA's gradient by depth is wrong on this mesh, as the page says."""
+    images, weights, how = CONVOLUTIONS[name]
+    sizes = {"n": 8, "h": 6, "w": 5, "c": 8, "o": 16, "y": 3, "x": 3, "1": 1}
+    options = {"window_strides": (1, 1), "padding": "SAME", **how, "dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+    fn = lambda x, w: jnp.sin(jax.lax.conv_general_dilated(jnp.tanh(x), w, **options))
+    shape = lambda layout: [sizes[dim.partition("/")[0]] for dim in layout.split()]
+    args = [jax.ShapeDtypeStruct(shape(one), "float32") for one in (images, weights)]
+    x, w = (np.random.default_rng(0).normal(size=one.shape).astype("float32") for one in args)
+    gradient = lambda fn: jax.grad(lambda x, w: (fn(x, w) ** 2).sum(), (0, 1))
+    kernels = []
+    for program in (fn, gradient(fn)):
+        plan = propagate(program, *args, mesh=mesh, layouts=f"{images}, {weights}")
+        kernels.append(run(plan.freeze("frozen"), mesh))
+        same(program(x, w), kernels[-1](x, w), 1e-4)
+        assert collectives(kernels[-1], *args).total_bytes <= plan.total_bytes
+    same(gradient(fn)(x, w), gradient(kernels[0])(x, w), 1e-4)
+
+
+def test_the_precision_of_a_product_is_kept(mesh):
+    fn = lambda x, w: jnp.matmul(x, w, precision="highest", preferred_element_type="float32")
+    args = [struct(mesh, one, "bfloat16") for one in ("b/dp d/tp", "d/tp f")]
+    text = propagate(fn, *args, layouts="b d, d f").freeze("product")
+    assert text.endswith("preferred_element_type=\"float32\", precision=('highest', 'highest'))\n")
+    x, w = (np.random.default_rng(0).normal(size=one.shape).astype("bfloat16") for one in args)
+    same(fn(x, w), run(text, mesh, "product")(x, w), 1e-5)
+
+
 def test_a_result_that_is_a_copy_is_gathered_as_one(mesh):
     """The result is not divided over tp, along which a weight was gathered: its copies are equal by their type."""
     args = [struct(mesh, "b/dp d"), struct(mesh, "d/dp/tp f")]
