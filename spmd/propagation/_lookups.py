@@ -6,8 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from spmd._compat import operation_name as name_of
 from spmd.propagation._loops import combined_by, is_zero
-from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, typed
+from spmd.propagation._module import Dims, Made, Place, bare, dtype_text, integers, numbers_of, operation, typed
 
 # What combines two numbers, as `jax.lax` calls it.
 _OF_TWO = {"stablehlo.add": "add", "stablehlo.multiply": "mul", "stablehlo.minimum": "min", "stablehlo.maximum": "max"}
@@ -99,6 +100,27 @@ def windowed(writer: Any, op: Any) -> None:
     initial = _number(op, start)
     text = f"jax.lax.reduce_window({bare(made.text)}, {initial}, {how})"
     _put(writer, op, text, _renamed(writer, op, made, alone))
+
+
+def picked(writer: Any, op: Any) -> None:
+    """`stablehlo.select_and_scatter`, the gradient of a maximum or a minimum over windows."""
+    x, cotangent = writer.array(op.operands[0]), writer.array(op.operands[1])
+    ends = {"GE": ("max", "-jnp.inf"), "LE": ("min", "jnp.inf")}
+    first = operation(op.regions[0].blocks[0].operations[0])
+    found = re.search("GE|LE", str(first.attributes["comparison_direction"])) if "compare" in name_of(first) else None
+    if found is None or combined_by(op, 1) != "stablehlo.add" or not is_zero(op.operands[2]):
+        writer.fail("a selection that is not the gradient of a maximum")
+    verb, start = ends[found[0]]
+    window, strides = (tuple(integers(op, name)) for name in _WINDOW[:2])
+    padding = _padding(op, len(x.names))
+    whole(
+        writer,
+        x.place.dims,
+        [d for d, one in enumerate(zip(window, strides, padding, strict=True)) if one != (1, 1, (0, 0))],
+    )
+    _alike(writer, x.place, cotangent.place)
+    pool = f"lambda x: jax.lax.reduce_window(x, {start}, jax.lax.{verb}, {window}, {strides}, {padding})"
+    _put(writer, op, f"jax.vjp({pool}, {bare(x.text)})[1]({bare(cotangent.text)})[0]", x.names)
 
 
 def convolved(writer: Any, op: Any) -> None:
@@ -322,6 +344,7 @@ RULES = {
     "stablehlo.reverse": reversed_,
     "stablehlo.reduce_window": windowed,
     "stablehlo.convolution": convolved,
+    "stablehlo.select_and_scatter": picked,
     "stablehlo.gather": gathered,
     "stablehlo.scatter": scattered,
 }

@@ -298,9 +298,9 @@ def is_zero(value: Any) -> bool:
     return re.match(r"dense<-?0(\.0+e\+00)?> : ", text) is not None
 
 
-def combined_by(op: Any) -> str:
+def combined_by(op: Any, region: int = 0) -> str:
     """The operation by which a function combines two numbers, or `stablehlo.return` of one of them; "" of several."""
-    inside = [name_of(operation(one)) for one in op.regions[0].blocks[0].operations]
+    inside = [name_of(operation(one)) for one in op.regions[region].blocks[0].operations]
     return inside[0] if len(inside) <= 2 else ""
 
 

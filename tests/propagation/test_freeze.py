@@ -167,6 +167,40 @@ def test_convolutions(mesh, name):
     same(gradient(fn)(x, w), gradient(kernels[0])(x, w), 1e-4)
 
 
+def test_a_training_step_of_a_convolutional_network(mesh):
+    """Convolutions, a norm over the batch, pools of both kinds, and a loss that looks up the label."""
+
+    def conv(x, w):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    def norm(x, scale):
+        centred = x - x.mean((0, 1, 2), keepdims=True)
+        return centred * jax.lax.rsqrt((centred**2).mean((0, 1, 2), keepdims=True) + 1e-5) * scale[None, None, None]
+
+    def pool(x, start, by):
+        return jax.lax.reduce_window(x, start, by, (1, 2, 3, 1), (1, 2, 2, 1), "SAME")
+
+    def loss(p, x, labels):
+        x = pool(jax.nn.relu(norm(conv(x, p["first"]), p["scale"])), -jnp.inf, jax.lax.max)
+        x = pool(norm(conv(x, p["second"]), p["scale"]) + x, 0.0, jax.lax.add)
+        x = pool(x, jnp.inf, jax.lax.min)
+        logits = jax.nn.log_softmax(x.mean((1, 2)) @ p["head"])
+        return -jnp.take_along_axis(logits, labels[:, None], 1).mean()
+
+    def step(p, x, labels):
+        value, gradient = jax.value_and_grad(loss)(p, x, labels)
+        return value, jax.tree.map(lambda a, b: a - 0.1 * b, p, gradient)
+
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: (0.5 * rng.normal(size=shape)).astype("float32")
+    p = {"first": draw(3, 3, 3, 8), "second": draw(3, 3, 8, 8), "scale": draw(8), "head": draw(8, 12)}
+    x, labels = draw(8, 12, 12, 3), rng.integers(0, 12, 8).astype("int32")
+    plan = propagate(step, p, x, labels, mesh=mesh, layouts=[None] * 4 + ["n/dp h w c", "n/dp"])
+    kernel, arrays = run(plan.freeze("frozen"), mesh), jax.tree.leaves((p, x, labels))
+    same(step(p, x, labels), kernel(*arrays), 1e-4)
+    assert collectives(kernel, *arrays).total_bytes <= plan.total_bytes
+
+
 def test_the_precision_of_a_product_is_kept(mesh):
     fn = lambda x, w: jnp.matmul(x, w, precision="highest", preferred_element_type="float32")
     args = [struct(mesh, one, "bfloat16") for one in ("b/dp d/tp", "d/tp f")]
