@@ -44,7 +44,7 @@ BUDGET = {
     "ops": 4190,
     "parallel": 2595,
     "porting": 900,
-    "propagation": 1975,
+    "propagation": 2008,
     "searcher": 430,
     "testing": 720,
 }

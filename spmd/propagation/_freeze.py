@@ -21,6 +21,7 @@ from spmd.propagation._module import (
     Place,
     Reading,
     bare,
+    constant_of,
     dtype_text,
     integers,
     literal,
@@ -48,14 +49,14 @@ _ELEMENTWISE = {
     "stablehlo.is_finite": "jnp.isfinite",
     "stablehlo.round_nearest_even": "jnp.round",
     **{f"chlo.{one}": f"jnp.{one}" for one in ("acos", "acosh", "asin", "asinh", "atan", "atanh", "cosh", "sinh")},
+    **{f"chlo.{one}": f"jax.lax.{one}" for one in ("digamma", "erf", "erf_inv", "erfc", "lgamma", "polygamma", "zeta")},
     "chlo.next_after": "jnp.nextafter",
     "stablehlo.round_nearest_afz": "jax.lax.round",
     "stablehlo.popcnt": "jax.lax.population_count",
     "stablehlo.count_leading_zeros": "jax.lax.clz",
     "stablehlo.complex": "jax.lax.complex",
-    "chlo.erf": "jax.lax.erf",
     "chlo.square": "jnp.square",
-    "chlo.erfc": "jax.lax.erfc",
+    "chlo.conj": "jnp.conj",
     "stablehlo.atan2": "jnp.arctan2",
     "stablehlo.remainder": "jnp.fmod",
     "stablehlo.shift_left": "jnp.left_shift",
@@ -267,7 +268,7 @@ class Writer:
 
     def constant(self, op: Any) -> None:
         result = op.results[0]
-        kind, place, text = typed(result), self.place(result), str(op.attributes["value"])
+        kind, place, text = typed(result), self.place(result), constant_of(op)
         if found := re.match(r'dense<([^\[\]<>"]*)> : ', text):  # nothing, of an empty array
             self.known[result] = Made(literal(found[1] or "0", kind.dtype), (), Place(()), number=True)
         elif (found := re.match(r"dense<(\[[^<>\"x]*\])> : ", text)) and not axes_of(place):
@@ -409,10 +410,14 @@ class Writer:
             self.put(op.results[0], Made(text, operands[0].names, self.place(op.results[0])))
             return
         texts = ", ".join(bare(one.text) for one in operands)
+        self.several(op, f"jax.lax.sort(({texts}), dimension={along}, num_keys=1)", [one.names for one in operands])
+
+    def several(self, op: Any, text: str, names: Sequence[Names]) -> None:
+        """The results of a call that gives several."""
         made = next(self.fresh)
-        self.lines.append(f"{made} = jax.lax.sort(({texts}), dimension={along}, num_keys=1)")
-        for i, (result, one) in enumerate(zip(op.results, operands, strict=True)):
-            self.put(result, Made(f"{made}[{i}]", one.names, self.place(result)))
+        self.lines.append(f"{made} = {text}")
+        for i, (result, one) in enumerate(zip(op.results, names, strict=True)):
+            self.put(result, Made(f"{made}[{i}]", one, self.place(result)))
 
 
 _NUMBERS = [f"{side}_{kind}_dimensions" for side in ("lhs", "rhs") for kind in ("batching", "contracting")]

@@ -97,20 +97,38 @@ def windowed(writer: Any, op: Any) -> None:
     whole(writer, made.place.dims, [d for d, one in enumerate(alone) if not one])
     window, strides, base, dilation = map(tuple, words)
     how = f"jax.lax.{verb}, {window}, {strides}, {padding}, {base}, {dilation}"
-    initial = _number(op, start)
-    text = f"jax.lax.reduce_window({bare(made.text)}, {initial}, {how})"
+    # As it stands: JAX differentiates windows that begin with a number that it knows.
+    text = f"jax.lax.reduce_window({bare(made.text)}, {bare(start.text)}, {how})"
     _put(writer, op, text, _renamed(writer, op, made, alone))
+
+
+def top_k(writer: Any, op: Any) -> None:
+    """`chlo.top_k`: the largest of the last dimension, and where they stand."""
+    x, count = writer.array(op.operands[0]), int(str(op.attributes["k"]).split()[0])
+    whole(writer, x.place.dims, [len(x.names) - 1])
+    names = (*x.names[:-1], writer.named(count))
+    writer.several(op, f"jax.lax.top_k({bare(x.text)}, {count})", [names, names])
+
+
+def transformed(writer: Any, op: Any) -> None:
+    """`stablehlo.fft`, of its last dimensions."""
+    x, sizes = writer.array(op.operands[0]), integers(op, "fft_length")
+    first = len(x.names) - len(sizes)
+    whole(writer, x.place.dims, range(first, len(x.names)))
+    [kind] = re.findall("I?R?FFT", str(op.attributes["fft_type"]))
+    text = f'jax.lax.fft({bare(x.text)}, "{kind}", {tuple(sizes)})'
+    _put(writer, op, text, _renamed(writer, op, x, [d < first for d in range(len(x.names))]))
 
 
 def picked(writer: Any, op: Any) -> None:
     """`stablehlo.select_and_scatter`, the gradient of a maximum or a minimum over windows."""
     x, cotangent = writer.array(op.operands[0]), writer.array(op.operands[1])
-    ends = {"GE": ("max", "-jnp.inf"), "LE": ("min", "jnp.inf")}
     first = operation(op.regions[0].blocks[0].operations[0])
-    found = re.search("GE|LE", str(first.attributes["comparison_direction"])) if "compare" in name_of(first) else None
-    if found is None or combined_by(op, 1) != "stablehlo.add" or not is_zero(op.operands[2]):
+    compared = str(first.attributes["comparison_direction"]) if "compare" in name_of(first) else ""
+    [found] = re.findall("GE|LE", compared) or [""]
+    if not found or combined_by(op, 1) != "stablehlo.add" or not is_zero(op.operands[2]):
         writer.fail("a selection that is not the gradient of a maximum")
-    verb, start = ends[found[0]]
+    verb, start = {"GE": ("max", "-jnp.inf"), "LE": ("min", "jnp.inf")}[found]
     window, strides = (tuple(integers(op, name)) for name in _WINDOW[:2])
     padding = _padding(op, len(x.names))
     whole(
@@ -178,7 +196,7 @@ def gathered(writer: Any, op: Any) -> None:
     taken = writer.lying(sizes, made.place)
     left = [d for d in range(len(sizes)) if d not in (*gone, *batch)]
     numbers = f"jax.lax.GatherDimensionNumbers{tuple(map(tuple, (offset, gone, found, batch, where)))}"
-    text = f'jax.lax.gather({bare(made.text)}, {bare(at.text)}, {numbers}, {taken}, mode="promise_in_bounds")'
+    text = f'jax.lax.gather({bare(made.text)}, {bare(at.text)}, {numbers}, {taken}, mode="clip")'
     kept = [made.names[d] if sizes[d] == kind.shape[d] else writer.named(sizes[d]) for d in left]
     rest, of_slices = iter(at.names[:-1]), iter(kept)
     names = [next(of_slices if d in offset else rest) for d in range(len(typed(op.results[0]).shape))]
@@ -345,6 +363,8 @@ RULES = {
     "stablehlo.reduce_window": windowed,
     "stablehlo.convolution": convolved,
     "stablehlo.select_and_scatter": picked,
+    "stablehlo.fft": transformed,
+    "chlo.top_k": top_k,
     "stablehlo.gather": gathered,
     "stablehlo.scatter": scattered,
 }

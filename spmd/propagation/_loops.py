@@ -8,7 +8,18 @@ from typing import Any, NamedTuple
 
 from spmd._compat import operation_name as name_of
 from spmd.language import axes_code
-from spmd.propagation._module import Made, Place, bare, dtype_text, integers, is_kept, operation, owner_of, typed
+from spmd.propagation._module import (
+    Made,
+    Place,
+    bare,
+    constant_of,
+    dtype_text,
+    integers,
+    is_kept,
+    operation,
+    owner_of,
+    typed,
+)
 
 
 class _Counted(NamedTuple):
@@ -198,7 +209,7 @@ def _constant(value: Any) -> str | None:
     op = owner_of(value)
     if op is None or "constant" not in name_of(op):
         return None
-    found = re.match(r"dense<(-?\d+)> : ", str(op.attributes["value"]))
+    found = re.match(r"dense<(-?\d+)> : ", constant_of(op))
     return found[1] if found and not typed(value).shape else None
 
 
@@ -294,8 +305,7 @@ def is_zero(value: Any) -> bool:
         return name_of(loop) == "stablehlo.while" and is_kept(value) and is_zero(loop.operands[value.arg_number])
     if name_of(op) in ("stablehlo.broadcast_in_dim", "stablehlo.reshape", "stablehlo.convert"):
         return is_zero(op.operands[0])
-    text = str(op.attributes["value"]) if "value" in op.attributes else ""
-    return re.match(r"dense<-?0(\.0+e\+00)?> : ", text) is not None
+    return re.match(r"dense<-?0(\.0+e\+00)?> : ", constant_of(op)) is not None
 
 
 def combined_by(op: Any, region: int = 0) -> str:

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import jax
+
 from spmd._compat import location_name, operations
 from spmd._compat import operation_name as name_of
 from spmd._text import sent_bytes
@@ -540,8 +542,9 @@ def bare(text: str) -> str:
 
 
 def dtype_text(name: str) -> str:
+    """A dtype in Python: the positions of random numbers are uint64, which JAX has as uint32 without x64."""
     found = _DTYPES.get(name) or re.sub(r"^ui", "uint", re.sub(r"^i", "int", name))
-    return f'"{found}"'
+    return f'"{jax.dtypes.canonicalize_dtype(found) if found.endswith("int64") else found}"'
 
 
 def literal(text: str, dtype: str) -> str:
@@ -554,8 +557,18 @@ def literal(text: str, dtype: str) -> str:
         return special.get(bits, "jnp.nan")
     if dtype.startswith(("i", "ui")):  # a bare number is an int32 to a function of jax.lax
         return text if dtype == "i32" else f"jnp.{dtype_text(dtype)[1:-1]}({text})"
+    if dtype.startswith("complex"):
+        parts = [literal(one, "f64") for one in text.strip("()").split(",")]
+        return f"complex({', '.join(parts)})"
     number = float(text)
     return repr(number) if math.isfinite(number) else f"jnp.{number}"
+
+
+def constant_of(op: Any) -> str:
+    """The value of a constant as MLIR writes it; "" of another operation."""
+    # read off the whole text, because Python has no attribute of complex numbers
+    found = re.search(r"dense<.*", str(op)) if "constant" in name_of(op) else None
+    return found[0] if found else ""
 
 
 def integers(op: Any, name: str) -> list[int]:

@@ -125,7 +125,7 @@ def group_sizes(mesh):
 
 
 def _top(logits):
-    return jax.lax.top_k(logits, 2)
+    return tuple(jax.lax.top_k(logits, 2))  # a list, before JAX 0.11
 
 
 @foreign("erfanzar/EasyDeL easydel/layers/moe/_communication_utils.py:716", _top, tp=4)

@@ -91,6 +91,32 @@ def test_functions_of_jax_numpy(mesh, name):
     assert written
 
 
+FUNCTIONS = {
+    "top_k": lambda x: jax.lax.top_k(x, 4),
+    "gradient of top_k": jax.grad(lambda x: (jax.lax.top_k(x, 4)[0] ** 2).sum()),
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x)),
+    "rfft and back": lambda x: jnp.fft.irfft(jnp.fft.rfft(x) * 2),
+    "gradient of fft": jax.grad(lambda x: (jnp.abs(jnp.fft.fft(x) + 1) ** 2).sum()),
+    "a complex number": lambda x: jnp.real(jnp.conj(x.astype("complex64") * (1 + 2j)) * 1j),
+    "noise": lambda x: x + jax.random.normal(jax.random.key(3), x.shape),
+    "dropped": lambda x: jnp.where(jax.random.bernoulli(jax.random.key(1), 0.5, x.shape), x, 0.0),
+    "lgamma": lambda x: jax.lax.lgamma(jnp.abs(x) + 1) + jax.lax.digamma(jnp.abs(x) + 1),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_of_rows(mesh, name):
+    """Each row is whole on one device, or the layout is refused."""
+    fn, x = FUNCTIONS[name], np.random.default_rng(0).normal(size=(16, 32)).astype("float32")
+    for layout in ("b/dp d", "b/tp/dp d", "b/dp d/tp", "b d/tp"):
+        try:
+            text = propagate(fn, x, mesh=mesh, layouts=layout).freeze("frozen")
+        except SpmdError:
+            assert "d/tp" in layout
+            continue
+        same(fn(x), run(text, mesh)(x), 1e-5)
+
+
 def test_a_position_is_found_by_a_function_of_its_own(mesh):
     """Its gradient is zero, and that of what it picks is not."""
 
@@ -244,10 +270,10 @@ def test_a_kernel_in_auto_mode_is_frozen_with_its_names(mesh):
     "fn, layouts, told",
     [
         (lambda x: jax.lax.fori_loop(0, 3, lambda _, x: jnp.cumprod(x, 0), x), ("b/dp d",), "that dp divides"),
-        (lambda x: jnp.fft.fft(x).real, ("b/dp d",), "an operation fft"),
+        (lambda x: jnp.linalg.cholesky(x.T @ x), ("b/dp d",), "an operation custom_call"),
         (lambda x: jnp.cumprod(x, 0), ("b/dp d",), "that dp divides"),
         (lambda t, ids: t[ids, ids], ("v/tp d", "n"), "a lookup along a dimension that tp divides"),
-        (lambda x: jax.lax.top_k(x, 2)[0], ("b d/tp",), "chlo.top_k"),
+        (lambda x: jax.lax.top_k(x, 2)[0], ("b d/tp",), "along a dimension that tp divides"),
     ],
 )
 def test_what_is_not_written_yet(mesh, fn, layouts, told):
