@@ -216,7 +216,8 @@ class _Program:
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         given = all(map(_has_numbers, arrays))
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
-        alike = not given or bool(reference) or all(is_key(x) or _is_constant(x) for x in arrays)
+        free = lambda x: np.size(x) == 1 or jnp.issubdtype(x.dtype, jnp.inexact)  # drawn anew where it is one number
+        alike = not given or bool(reference) or all(is_key(x) or (_is_constant(x) and free(x)) for x in arrays)
         self.given = [list(arrays)] if given and real else None  # which may be equal where random ones are not
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
@@ -548,12 +549,15 @@ def _filled(arrays: Sequence[Any], seed: int, bold: bool, kept: str) -> list[Any
             return jax.ShapeDtypeStruct(np.shape(x), held_dtype(x))
         if is_key(x):
             return x
-        given = np.asarray(x)
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return given if kept else draws.permutation(given.reshape(-1)).reshape(given.shape)
-        if kept == "order" and given.dtype.kind == "f" and not _is_constant(given):
+        given, real = np.asarray(x), jnp.issubdtype(x.dtype, jnp.inexact)
+        if not real and (kept or given.size == 1):
+            return given
+        alike = _is_constant(given)
+        if not real and not alike:  # the small ones on one device, so that no block is like another
+            return (np.sort(given, None) if seed else draws.permutation(given.reshape(-1))).reshape(given.shape)
+        if kept == "order" and given.dtype.kind == "f" and not alike:
             return _in_their_order(given, draws, seed)
-        if kept and not _is_constant(given):
+        if kept and not alike:
             return (given * np.where(given == 0, 1, np.abs(given)) ** (_POWERS[seed] - 1)).astype(given.dtype)
         if kept == "numbers" and given.any():
             return _scaled((given * draws.uniform(0.5, 1.5, given.shape)).astype(given.dtype), seed)

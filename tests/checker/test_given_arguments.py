@@ -125,3 +125,22 @@ def test_arrays_of_numpy_have_the_dtype_that_jax_gives_them() -> None:
     double = kernel("b/dp d -> b/dp d")(lambda x: 2 * x)
     for dtype in (np.float64, np.int64, np.complex128):
         assert spmd.check(double, np.ones((4, 6), dtype)).verdict.kind == "proved"
+
+
+@pytest.mark.parametrize("counts", [np.full(8, 7), np.array([6, 3, 4, 5, 1, 8, 2, 7]), np.ones(8, bool)])
+def test_counts_that_are_alike_on_all_devices_hide_nothing(counts: Any) -> None:
+    """A mean of the means of devices is right where their counts are equal. Placeholders are, and luck may do it."""
+
+    @kernel("n/dp, n/dp -> scalar")
+    def mean_of_means(x: Any, counts: Any) -> Any:
+        return lax.pmean(jnp.where(counts.astype(bool), x, 0).sum() / counts.sum().astype(x.dtype), "dp")
+
+    @kernel("n/dp, n/dp -> scalar")
+    def right(x: Any, counts: Any) -> Any:
+        return lax.psum(jnp.where(counts.astype(bool), x, 0).sum(), "dp") / lax.psum(counts.sum(), "dp").astype(x.dtype)
+
+    x = np.ones(8, np.float32)
+    found = spmd.check(mean_of_means, x, counts).verdict
+    assert found.kind == "not tested"
+    assert "agrees for arguments like these" in str(found)
+    assert spmd.check(right, x, counts).verdict.kind in ("proved", "tested")
