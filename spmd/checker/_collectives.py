@@ -88,15 +88,8 @@ def _reduced(walk: Engine, eqn: Equation, operand: State, atom: Variable, axes: 
     blocks = over & operand.divided
     dims = hide(operand.dims, tuple(blocks)) if blocks else operand.dims
     lost = (operand.divided - over).difference(*map(axes_of_dim, dims)) if blocks else NONE
-    return walk.kept(
-        operand._replace(
-            dims=dims,
-            partial=operand.partial - over,
-            different=(operand.different - over) | lost,
-            pending=pending,
-            table=None,
-        )
-    )
+    out = _after(walk, operand, dims, axes_of(eqn))
+    return walk.kept(out._replace(different=out.different | lost))
 
 
 def _check_copies(walk: Engine, eqn: Equation, operand: State, axes: Axes) -> None:
@@ -128,7 +121,7 @@ def _gathers(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Sta
 
 
 def _after(walk: Engine, operand: State, dims: Sequence[Dim], axes: Axes) -> State:
-    """Return what was gathered along these axes."""
+    """Return what was gathered, reduced or moved along these axes."""
     over = frozenset(axes)
     return walk.kept(
         operand._replace(
@@ -265,9 +258,8 @@ def _exchanges(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[S
     outs = []
     for operand, var in zip(operands, eqn.outvars, strict=True):
         known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
-        outs.append(_exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None)
-        if outs[-1] is None:
-            outs[-1] = _unplaced(walk, operand, shape_of(var), axes)
+        out = _exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None
+        outs.append(out or _unplaced(walk, operand, shape_of(var), axes))
     return outs
 
 
@@ -324,9 +316,8 @@ def _permutes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[St
         over = frozenset(axes)
         dims = hide(operand.dims, axes)
         lost = operand.divided.difference(*map(axes_of_dim, dims))
-        different, partial = operand.different | over | lost, operand.partial - over
-        known = {"partial": partial, "different": different, "pending": _left(operand, over)}
-        outs.append(walk.kept(operand._replace(dims=dims, table=None, **known)))
+        out = _after(walk, operand, dims, axes)
+        outs.append(walk.kept(out._replace(different=out.different | over | lost)))
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -118,9 +119,7 @@ def iota(walk: Any, eqn: Equation, dim: int) -> Fix | None:
     if aval.dtype != "int32" or len(layout.dims) != 1 or len(atoms) != 1:
         return None
     bound = {name for one in walk.arg_layouts for name in one.names}
-    parts = 1
-    for axis in atoms[0].axes or ():
-        parts *= walk.sizes.get(axis, 0)
+    parts = math.prod(walk.sizes.get(axis, 0) for axis in atoms[0].axes or ())
     size = {} if atoms[0].name in bound else {atoms[0].name: aval.shape[0] * parts}
     return Fix("iota", (), layout.without_brackets().short, size)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,9 +54,7 @@ def mistyped(eqn: Equation, callers: Sequence[Equation], axes: Sequence[str]) ->
 def copies_reduced(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """A sum of equal values."""
     along = mend.listed(axes)
-    n = 1
-    for axis in axes:
-        n *= walk.sizes[axis]
+    n = math.prod(walk.sizes[axis] for axis in axes)
     rule = f"{mend.named(eqn)} over {along} of a value that is equal there: it becomes {n} times as large."
     got = (*mend.where(walk, eqn), *[f"gathered at {line_of(o.eqn, o.callers)}" for a in axes
                                 for o in walk.history.gathers(eqn.invars[0], a)])  # fmt: skip
@@ -297,9 +296,7 @@ def claimed_partial(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     """Equal, and claimed to be a partial sum."""
     layout = eqn.params["layout"]
     along, mark = mend.listed(axes), mend.marked(axes)
-    count = 1
-    for axis in axes:
-        count *= walk.sizes.get(axis, 0)
+    count = math.prod(walk.sizes.get(axis, 0) for axis in axes)
     n = str(count) if count > 1 else "n"
     rule = (
         f'"{mark}" says that each device along {along} holds one term of a sum, '

@@ -105,10 +105,7 @@ def remade(dim: Dim, size: int) -> Dim:
 
 @lru_cache(maxsize=4096)
 def size_of(dim: Dim) -> int:
-    total = 1
-    for size, _ in dim:
-        total *= size
-    return total
+    return math.prod(size for size, _ in dim)
 
 
 def is_empty(dims: Sequence[Dim]) -> bool:

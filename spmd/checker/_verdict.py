@@ -164,12 +164,12 @@ def about_gradients(suspicions: Iterable[Finding]) -> bool:
 
 
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
-    """Return the suspicions of a wrong program of which everything is complete before values begin to differ. What only
-    a gradient shows may be any of them. If all numbers are too large by the size of an axis, no element has met another
-    one than it should.
+    """Return the findings of a wrong program of which everything is complete before values begin to differ: a string
+    may say otherwise, and do no harm. What only a gradient shows may be any of them, and noise that is the same fits.
+    If all numbers are too large by the size of an axis, no element has met another one than it should.
     """
     first = trial.first() if trial.wrong and not trial.faults else Located()
-    known = [one for one in suspicions if one in walk.about and one.kind in _SUSPICIONS - _BACKWARD]
+    known = [one for one in suspicions if one in walk.about and one.kind not in ("noise", *_ALWAYS, *_BACKWARD)]
     met = any(one.kind == "disagree" for one in known) and trial.wrong and not trial.faults
     scaled = met and all(_causes(trial).values())
     return [one for one in known if (scaled and one.kind == "disagree") or first.clears(_lines(one, walk))]

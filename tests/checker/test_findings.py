@@ -79,7 +79,7 @@ WITHOUT_LINES = {
     "a raw map's result": lambda: raw(jnp.tanh, P("tp", "dp")),
     "under jit": lambda: jax.jit(kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax)),
     "under vmap": lambda: jax.vmap(kernel("d/tp -> d/tp", jnp.sort)),
-    "under grad": lambda: jax.grad(lambda x: kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax)(x).sum()),
+    "under grad": lambda: jax.grad(lambda x: (kernel("b/dp d/tp -> b/dp d/tp", jax.nn.softmax)(x) ** 2).sum()),
     "a scale": lambda: kernel("b/dp d/tp -> scalar", lambda x: lax.psum(jnp.mean(x), ("dp", "tp"))),
 }
 

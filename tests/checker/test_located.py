@@ -262,3 +262,24 @@ def test_a_fix_under_vmap_names_the_dimensions_of_the_string() -> None:
     centred = spmd.kernel("b/dp d -> b/dp d", mesh=MESH)(lambda x: x - x.mean(0, keepdims=True))
     many = jax.ShapeDtypeStruct((3, 8, 12), "float32")
     assert not [fix for one in spmd.check(jax.vmap(centred), many) for fix in one.fixes if "-> b" in str(fix)]
+
+
+def test_a_string_that_does_no_harm_is_not_blamed() -> None:
+    """The gradient of a gathered copy is a term of a sum. It is equal on all devices, and types suspect it."""
+
+    def step(square: Callable[..., Any]) -> Any:
+        @spmd.kernel("d/tp, b/dp d -> d/tp, scalar", mesh=MESH)
+        def body(w, x):
+            whole = spmd.all_gather(w, "d/tp -> d")
+            loss = lambda w: spmd.reduce((x @ w) ** 2, "b/dp -> scalar", "mean")
+            g = spmd.psum_scatter(spmd.grad(loss)(whole), "d {U:tp} -> d/tp")
+            return g, square(g)
+
+        return body
+
+    def averaged(g):
+        return lax.pmean((g**2).sum(), "tp")  # here
+
+    row = jax.ShapeDtypeStruct((12,), "float32")
+    assert line(averaged) in said(step(averaged), row, ROWS).line
+    assert not spmd.check(step(lambda g: spmd.reduce(g**2, "d/tp -> scalar")), row, ROWS)
