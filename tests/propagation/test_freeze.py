@@ -104,7 +104,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", share(FUNCTIONS))
 def test_functions_of_rows(mesh, name):
     """Each row is whole on one device, or the layout is refused."""
     fn, x = FUNCTIONS[name], np.random.default_rng(0).normal(size=(16, 32)).astype("float32")
@@ -173,7 +173,7 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("name", share(CONVOLUTIONS))
 def test_convolutions(mesh, name):
     """Compared with one device: XLA's gradient by depth is wrong on this mesh, as the page says."""
     images, weights, how = CONVOLUTIONS[name]
