@@ -375,7 +375,17 @@ def with_plan(
             if moves:
                 rest = [other for other in rest if other not in moves]
                 joined[i] = _reasoned(one, moves, exactly)
-    return tuple(joined)
+    return tuple(_wider(one, rest) for one in joined)
+
+
+def _wider(one: Communication, rest: Sequence[Move]) -> Communication:
+    """A compiled sum that nobody wrote, with the only one that the plan has on its line, if that is over fewer axes."""
+    here = [move for move in rest if move.kind == "psum" == one.kind and short_line(move.where) == one.where]
+    if one.written or one.note or len(here) != 1 or not set(_axes(here[0])) < set(one.axes):
+        return one
+    return replace(
+        one, note=f"the plan sums over {', '.join(_axes(here[0]))} alone: compare the numbers with one device"
+    )
 
 
 def _reasoned(one: Communication, moves: Sequence[Move], exactly: bool) -> Communication:

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import spmd
 from spmd import explain
@@ -42,3 +43,20 @@ def test_a_program_with_kernels_has_no_plan():
 def test_times_and_memory_know_the_plan():
     report = explain(mlp, *(struct(MESH, one) for one in MLP), hardware="h100")
     assert report.time.communication > 0 if hasattr(report.time, "communication") else "communication" in str(report)
+
+
+def test_a_sum_over_more_axes_than_planned_is_told():
+    """XLA sums the gradient of a depthwise convolution over all devices, and it is wrong then."""
+    mesh, numbers = spmd.make_mesh(dp=2, tp=4), ("NHWC", "HWIO", "NHWC")
+
+    def loss(w, x):
+        y = jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=8)
+        return (y**2).sum()
+
+    draw = np.random.default_rng(0).normal
+    values = [draw(size=shape).astype("float32") for shape in ((3, 3, 1, 8), (8, 6, 5, 8))]
+    layouts = [spmd.Layout(one).sharding(mesh) for one in ("y x i c", "n/dp h w c")]
+    w, x = map(jax.device_put, values, layouts)
+    right = np.allclose(jax.jit(jax.grad(loss))(w, x), jax.grad(loss)(*values), rtol=1e-4)
+    shown = " ".join(str(explain(jax.grad(loss), w, x)).split())
+    assert ("the plan sums over dp alone: compare the numbers with one device" in shown) is not right
