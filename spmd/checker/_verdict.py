@@ -165,14 +165,15 @@ def about_gradients(suspicions: Iterable[Finding]) -> bool:
 
 def _innocent(suspicions: Iterable[Finding], trial: Trial, walk: Engine) -> list[Finding]:
     """Return the findings of a wrong program of which everything is complete before values begin to differ: a string
-    may say otherwise, and do no harm. What only a gradient shows may be any of them, and noise that is the same fits.
-    If all numbers are too large by the size of an axis, no element has met another one than it should.
+    may say otherwise, and do no harm. One that names other blocks misleads the strings after it. What only a gradient
+    shows may be any of them, and noise that is the same fits. If all numbers are too large by the size of an axis, no
+    element has met another one than it should.
     """
     first = trial.first() if trial.wrong and not trial.faults else Located()
-    known = [one for one in suspicions if one in walk.about and one.kind not in ("noise", *_ALWAYS, *_BACKWARD)]
-    met = any(one.kind == "disagree" for one in known) and trial.wrong and not trial.faults
-    scaled = met and all(_causes(trial).values())
-    return [one for one in known if (scaled and one.kind == "disagree") or first.clears(_lines(one, walk))]
+    late = {"noise", "layout", *_ALWAYS, *_BACKWARD}
+    known = [one for one in suspicions if one in walk.about and one.kind not in late]
+    scaled = lambda: trial.wrong and not trial.faults and all(_causes(trial).values())
+    return [one for one in known if (one.kind == "disagree" and scaled()) or first.clears(_lines(one, walk))]
 
 
 def _lines(one: Finding, walk: Engine) -> set[str]:

@@ -44,9 +44,9 @@ def a_plan_of_a_callback(mesh):
 
 
 @bad
-def a_transform_to_freeze(mesh):
-    x = jax.ShapeDtypeStruct((8, 4), "float32", sharding=spmd.Layout("b/dp d").sharding(mesh))
-    spmd.propagate(lambda x: jnp.fft.fft(x).real, x).freeze()
+def a_factorisation_to_freeze(mesh):
+    x = jax.ShapeDtypeStruct((8, 4, 4), "float32", sharding=spmd.Layout("b/dp d d2").sharding(mesh))
+    spmd.propagate(lambda x: jnp.linalg.cholesky(x), x).freeze()
 
 
 @bad
