@@ -449,8 +449,8 @@ class _Program:
         return self.whole[self.grad]
 
     def _are_rounding(self, differences: Sequence[Difference], form: _Form, *both: Sequence[Array]) -> bool:
-        """Return whether what differs is no more than what other last digits make of both results on one device. A loop
-        that does not settle, or that divides by what is nearly zero, makes any difference of them."""
+        """Return whether rounding explains the differences: arguments with other last digits change the results on one
+        device as much. A loop does so that does not settle, or that divides by what is nearly zero."""
         moved = {one.path: one.largest or 0.0 for one in self._differences(form, *both, exact=True)}
         return all(one.largest and one.largest <= _AMPLIFIED * moved.get(one.path, 0.0) for one in differences)
 

@@ -214,7 +214,7 @@ def _whence(located: Located) -> list[str]:
     """Return the line where values begin to differ, and what is known of it in words."""
     guilty = [line for line in located.seen if line and line in located.lines]
     found: Iterable[str] = (line_of(eqn, callers) for eqn, callers in located.found)
-    begins = [*dict.fromkeys(filter(None, found))] or guilty[-1:]  # where the result of a verb leaves there is no line
+    begins = [*dict.fromkeys(filter(None, found))] or guilty[-1:]  # a verb's result that leaves has no line
     told: list[str] = [*begins[:1]]
     if before := [line for line in guilty if line not in begins]:
         told.append(f"it reads values that are not complete, or have another size: made at {_first(before[::-1])}")

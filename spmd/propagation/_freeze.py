@@ -15,6 +15,7 @@ from spmd.errors import SpmdError
 from spmd.propagation._loops import axes_of, branches, combined_by, loop, reduction
 from spmd.propagation._module import (
     KINDS,
+    SUMS,
     Axis,
     Made,
     Names,
@@ -195,7 +196,7 @@ class Writer:
         """Note along which axes results differ by JAX's type: along those of the operands, where no verb makes them
         equal, and those of a verb's layout; and where an expression can stand."""
         moved, counts = name in KINDS or name == "sdy.all_slice", name in ("stablehlo.iota", "stablehlo.scatter")
-        joins = name in KINDS and (self.equal or name in ("sdy.all_reduce", "sdy.reduce_scatter"))
+        joins = name in KINDS and (self.equal or name in SUMS)
         gone = {axis.name for axis in self.reading.before(op, name)[1]} if joins else set()
         operands = [self.known[value] for value in op.operands if value in self.known]
         level = max((one.level for one in operands), default=0)
@@ -394,7 +395,7 @@ class Writer:
 
     def iota(self, op: Any) -> None:
         kind, place = typed(op.results[0]), self.place(op.results[0])
-        along = int(str(op.attributes["iota_dimension"]).split()[0])
+        [along] = integers(op, "iota_dimension")
         names = tuple(map(self.named, kind.shape))
         one = self.layout((names[along],), Place((place.dims[along],)))
         line = f'spmd.iota("{one}", {names[along]}={kind.shape[along]}).astype({dtype_text(kind.dtype)})'
@@ -402,7 +403,7 @@ class Writer:
         self.put(op.results[0], Made(text, names, place))
 
     def sort(self, op: Any) -> None:
-        along = int(str(op.attributes["dimension"]).split()[0])
+        [along] = integers(op, "dimension")
         operands = [self.array(value) for value in op.operands]
         _lookups.whole(self, operands[0].place.dims, [along])
         if len(operands) == 1:

@@ -51,7 +51,7 @@ def dynamic_update(writer: Any, op: Any) -> None:
 
 def concatenated(writer: Any, op: Any) -> None:
     """`stablehlo.concatenate`."""
-    along = int(str(op.attributes["dimension"]).split()[0])
+    [along] = integers(op, "dimension")
     parts = [writer.array(value) for value in op.operands]
     for part in parts:
         whole(writer, part.place.dims, [along])
@@ -104,7 +104,7 @@ def windowed(writer: Any, op: Any) -> None:
 
 def top_k(writer: Any, op: Any) -> None:
     """`chlo.top_k`: the largest of the last dimension, and where they stand."""
-    x, count = writer.array(op.operands[0]), int(str(op.attributes["k"]).split()[0])
+    x, [count] = writer.array(op.operands[0]), integers(op, "k")
     whole(writer, x.place.dims, [len(x.names) - 1])
     names = (*x.names[:-1], writer.named(count))
     writer.several(op, f"jax.lax.top_k({bare(x.text)}, {count})", [names, names])
@@ -131,11 +131,8 @@ def picked(writer: Any, op: Any) -> None:
     verb, start = {"GE": ("max", "-jnp.inf"), "LE": ("min", "jnp.inf")}[found]
     window, strides = (tuple(integers(op, name)) for name in _WINDOW[:2])
     padding = _padding(op, len(x.names))
-    whole(
-        writer,
-        x.place.dims,
-        [d for d, one in enumerate(zip(window, strides, padding, strict=True)) if one != (1, 1, (0, 0))],
-    )
+    alone = [one == (1, 1, (0, 0)) for one in zip(window, strides, padding, strict=True)]
+    whole(writer, x.place.dims, [d for d, one in enumerate(alone) if not one])
     _alike(writer, x.place, cotangent.place)
     pool = f"lambda x: jax.lax.reduce_window(x, {start}, jax.lax.{verb}, {window}, {strides}, {padding})"
     _put(writer, op, f"jax.vjp({pool}, {bare(x.text)})[1]({bare(cotangent.text)})[0]", x.names)
@@ -152,7 +149,7 @@ def convolved(writer: Any, op: Any) -> None:
     )
     whole(writer, x.place.dims, of_x[2:])
     whole(writer, w.place.dims, of_w[2:])
-    groups = [int(str(op.attributes[f"{kind}_group_count"]).split()[0]) for kind in ("feature", "batch")]
+    groups = [n for kind in ("feature", "batch") for n in integers(op, f"{kind}_group_count")]
     if max(groups) > 1:  # a block has a part of each
         whole(writer, x.place.dims, [of_x[groups[0] > 1]])
         whole(writer, w.place.dims, of_w[: 1 + (groups[0] > 1)])

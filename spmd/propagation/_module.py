@@ -26,7 +26,7 @@ KINDS = {
 # Changes of layout that send nothing.
 _QUIET = ("sdy.all_slice", "sdy.replicated_to_unreduced", "sdy.sharded_to_unreduced", "sdy.reshard")
 _MOVES = (*KINDS, *_QUIET)
-_SUMS = ("sdy.all_reduce", "sdy.reduce_scatter")
+SUMS = ("sdy.all_reduce", "sdy.reduce_scatter")
 _NUMBER = re.compile(r"#(\d+)(?=[/)]|$)")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SHARDING = re.compile(r"<(?:@[\w.$-]+|mesh<[^>]*>), \[([^\]]*)\]([^<>]*)>")
@@ -143,7 +143,7 @@ class RawMove:
       argument: The number of the program's input that is moved, through nothing but copies; None for other values.
       part: Whether it is a slice of an input, such as the weights of one layer.
       scatters: Whether all that uses a sum keeps a slice along the same axes.
-      beside: What lies beside it in the operation that needs it so, and does not change.
+      beside: The operands that could be moved in its place.
     """
 
     kind: str
@@ -308,7 +308,7 @@ class Reading:
 
     def _keep(self, op: Any, number: Number) -> None:
         name = name_of(op)
-        if not number or (name in _MOVES and name not in _SUMS and number in self.places):
+        if not number or (name in _MOVES and name not in SUMS and number in self.places):
             return  # what a later operation asks for
         made = [(typed(value), self.place(value)) for value in op.results if _TENSOR.search(str(value.type))]
         found = self.places.setdefault(number, [])
@@ -321,7 +321,7 @@ class Reading:
         source, axes = self.before(op, name)
         if math.prod(axis.size for axis in axes) < 2:
             return
-        sums = name in _SUMS
+        sums = name in SUMS
         origin = self._origin(value, site.count > 1)
         user = None if sums else self._user(op.results[0])
         moved = RawMove(
@@ -572,7 +572,9 @@ def constant_of(op: Any) -> str:
 
 
 def integers(op: Any, name: str) -> list[int]:
-    return [int(n) for n in re.findall(r"-?\d+", str(op.attributes[name]).partition(":")[2])]
+    """The numbers of an attribute: two of `array<i64: 3, 4>`, one of `3 : i64`."""
+    first, _, rest = str(op.attributes[name]).partition(":")
+    return [int(n) for n in re.findall(r"-?\d+", rest if first.startswith("array") else first)]
 
 
 def numbers_of(op: Any, attribute: str, name: str) -> list[int]:
