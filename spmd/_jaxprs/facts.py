@@ -99,6 +99,10 @@ class GradientName(str):
     `loss=`."""
 
 
+class DecisionName(str):
+    """The scope of what chooses for the user in a call of ours: `spmd.cond` decides as the user's predicate says."""
+
+
 class FusedName(str):
     """The scope of `spmd.fused(what)`: what is traced inside is meant to be one kernel on an accelerator."""
 

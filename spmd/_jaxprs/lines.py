@@ -14,6 +14,8 @@ import einops
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
+from spmd._jaxprs.facts import DecisionName
+from spmd._jaxprs.walker import held, opened
 from spmd._text import shown_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -90,6 +92,25 @@ def is_ours(eqn: Any) -> bool:
     calls is what the user gave to it."""
     files = (code.co_filename for code, _ in _compat.call_stack(eqn))
     return next((file.startswith(_PACKAGE) and file != _CHECK for file in files if not _compat.in_jax(file)), False)
+
+
+def call_site(eqn: Any, callers: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
+    """The equation of the user's call that an equation is a part of, and those around it; None inside of a call of this
+    package.
+
+    A function of JAX's such as `jnp.where` is traced once and kept, so its equations do not know who called it: its call
+    does. What the functions of a user do that this package calls is the user's, and so is what `spmd.cond` decides by.
+    """
+    at, around = eqn, callers
+    while around and all(_compat.in_jax(_file_of(one.jaxpr)) for one in held(around[-1])):
+        at, around = around[-1], around[:-1]
+    decides = any(isinstance(name, DecisionName) for _, name in _compat.name_stack(at))
+    return (at, around) if decides or not is_ours(at) else None
+
+
+def _file_of(jaxpr: Any) -> str:
+    """The file of the function that a jaxpr is the trace of."""
+    return getattr(opened(jaxpr)[0].debug_info, "func_filename", None) or ""
 
 
 def gradient_line(eqn: Any) -> LineName:

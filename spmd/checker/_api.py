@@ -31,6 +31,7 @@ from spmd.checker._verdict import (
     confirmed,
     judge,
     unknown_lines,
+    unreached,
 )
 from spmd.errors import ReplicationError
 from spmd.language import Layout
@@ -186,7 +187,8 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[bool], Trial] 
         return
     trial = but_for_noise(ask(about_gradients(walk.findings)), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
-    report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, trial.why)
+    why = trial.why or (f"no draw took {unreached(trial)[0]}" if trial.unreached else "")
+    report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, why)
 
 
 def check_body(

@@ -35,6 +35,7 @@ from spmd.checker._arguments import drawn
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
+from spmd.checker._reach import Reach, Unreached, drives
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
     COUNTS,
@@ -63,6 +64,7 @@ _NOISE = (0.31, 0.64, 0.87, 0.12, 0.5)  # what stands in for random numbers in e
 # How large random arguments are where an array begins, and where it ends. A branch or a maximum may hide a mistake from
 # numbers that are alike on all devices.
 _SCALES = ((1.0, 1.0), (0.1, 3.0), (3.0, 0.1), (0.3, 0.3))
+_DRIVEN = 40  # draws that are tried for the sides of choices which these do not take
 _POSITIVE = 2  # the draw without negative numbers, of which there are logarithms and roots
 # To which power given numbers are raised: what is sorted stays so, and zeros and ones stay what they are.
 _POWERS = (0.8, 1.25, 0.6, 1.5)
@@ -89,6 +91,8 @@ class Trial:
       quieted: The same trial with one number in place of the random ones, which may depend on the mesh.
       shifts: The lines of permutations by numbers that were taken as shifts.
       underived: Why gradients were not compared, where the program has none.
+      unreached: The sides of choices that no draw took.
+      flat: The results and gradients that were one number in all draws.
       first: Where values begin to differ; asked where something does.
     """
 
@@ -107,6 +111,8 @@ class Trial:
     quieted: Callable[[], Trial] | None = field(default=None, compare=False)
     shifts: tuple[str, ...] = ()
     underived: str = ""
+    unreached: tuple[Unreached, ...] = ()
+    flat: tuple[str, ...] = ()
     first: Callable[[], Located] = field(default=Located, compare=False)
 
     @property
@@ -195,6 +201,22 @@ def is_traced(fn: Callable[..., Any], arrays: Sequence[Any], mesh: Any, sizes: M
     return True
 
 
+class _Turn(NamedTuple):
+    """Arguments that are compared.
+
+    Attributes:
+      draws: With integers that are large, and last with small ones where these leave an array.
+      ties: Whether numbers may be equal, or zero, where a gradient may be any of several.
+      loose: Whether given numbers are replaced by others, which may not be sorted, or a mask.
+      driven: Whether they were made to take another side of a choice.
+    """
+
+    draws: Sequence[list[Any]]
+    ties: bool = False
+    loose: bool = False
+    driven: bool = False
+
+
 class _FailsWhole(NotSimulated):
     """The program raises an error where nothing is divided, and not on its mesh."""
 
@@ -220,14 +242,17 @@ class _Program:
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
         free = lambda x: np.size(x) == 1 or jnp.issubdtype(x.dtype, jnp.inexact)  # drawn anew where it is one number
         alike = not given or bool(reference) or all(is_key(x) or (_is_constant(x) and free(x)) for x in arrays)
-        self.given = [list(arrays)] if given and real else None  # which may be equal where random ones are not
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
             seeds = range(len(_SCALES) if real or not given else 1)
             kept = lambda seed: "numbers" if reference or not seed else "order"
-            self.draws = [[_filled(arrays, seed, one, kept(seed)) for one in (*bold, False)] for seed in seeds]
-            self.others = [] if alike else [[_filled(arrays, seed, False, "")] for seed in (0, 1)]
-        self.structs = _structs_of(self.draws[0][-1])
+            self.turns = [_Turn([_filled(arrays, seed, one, kept(seed)) for one in (*bold, False)]) for seed in seeds]
+            if given and real:
+                self.turns.append(_Turn([list(arrays)], ties=True))
+            if not alike:
+                self.turns += [_Turn([_filled(arrays, seed, False, "")], loose=True) for seed in (0, 1)]
+        self.fixed = [_has_numbers(x) and np.size(x) > 1 for x in arrays]
+        self.structs = _structs_of(self.turns[0].draws[-1])
         self.specs = list(map(_typed_spec, arrays))
         self.whole: dict[bool, Any] = {}
         self.pulled: dict[Any, tuple[Any, _Form]] = {}
@@ -248,26 +273,28 @@ class _Program:
         meant: Trial | None = None
         read: tuple[Reading, ...] = ()
         told: set[Any] = set()  # what has numbers in some draw: where all are NaN, nothing is compared
-        turns = [*self.draws, *([self.given] if self.given else ()), *self.others]
-        for turn, number in zip(turns[:draws], itertools.cycle(_NOISE), strict=False):
-            for draw in turn:  # with integers that are large, and with small ones where these leave an array
-                run = self._run(draw, self.grad, number if quiet else None)
-                with contextlib.suppress(Outside):
-                    wanted = run(base, read, other, inside=draw is not turn[-1]).outs
-                    break
+        reach = Reach.of(ours, self._ordered(self.structs)) if draws is None else Reach({}, ())
+        turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
+        for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
-                found = run(ours, read, sizes)
+                run, wanted = self._wanted(turn, number if quiet else None, base, read, other)
+                found = run(ours, read, sizes, choices=reach.choices)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
-            differences = self._differences(form, found.outs, wanted)
+            except NotSimulated:
+                if turn.driven:
+                    continue  # these arguments tell nothing
+                raise
+            differences = self._differences(form, found.outs, wanted, finite=turn.driven)
             if differences and not found.faults:
-                nudged = self._run(draw, self.grad, number if quiet else None, nudged=True)
+                nudged = self._run(turn.draws[-1], self.grad, number if quiet else None, nudged=True)
                 if self._are_rounding(differences, form, nudged(base, read, other).outs, wanted):
                     continue  # these arguments tell nothing
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
-            if turn is self.given:  # where numbers are equal or zero, the gradient may be any of several
+            if turn.ties:  # where numbers are equal or zero, the gradient may be any of several
                 differences = [one for one in differences if one.path[0].key == "result"]
             if not (differences or found.faults):
+                reach.add(found.taken, wanted)
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
@@ -277,7 +304,7 @@ class _Program:
                 return trial
             if self._same_on_whole_arrays(form, found.outs, run):
                 meant = replace(trial, meant=True)
-            elif any(turn is one for one in self.others):
+            elif turn.loose:
                 why = "it agrees for arguments like these, which may be sorted, or a mask, and not for others"
                 return Trial(sizes, why=why, agrees_as_given=True)
             elif read or not other or not (read := self._read(ours, base, other, form, run)):
@@ -292,7 +319,38 @@ class _Program:
             said = " and ".join(map(str, read))
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
         shown = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
-        return self._but_for_nan(replace(shown, shifts=tuple(dict.fromkeys(self.shifts))), form, told)
+        flat = tuple(labelled(form.paths()[i]) for i in reach.flat)
+        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=reach.unreached, flat=flat)
+        return self._but_for_nan(shown, form, told)
+
+    def _wanted(
+        self, turn: _Turn, noise: float | None, base: Any, read: Sequence[Reading], other: Mapping[str, int]
+    ) -> tuple[_Runner, Sequence[Array]]:
+        """The runner for the first of the draws that leaves no array, and the results where nothing is divided."""
+        for draw in turn.draws[:-1]:
+            run = self._run(draw, self.grad, noise)
+            with contextlib.suppress(Outside):
+                return run, run(base, read, other, inside=True).outs
+        run = self._run(turn.draws[-1], self.grad, noise)
+        return run, run(base, read, other, inside=turn.driven).outs
+
+    def _ordered(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arguments in the order in which a program with its gradient takes them."""
+        return jax.tree.leaves(pulled(lambda: None, arrays, grad=self.grad)[1])
+
+    def _driven(self, reach: Reach, ours: Any, quiet: bool) -> Iterator[_Turn]:
+        """Draws that take sides of choices which no draw before took."""
+        left, start = _DRIVEN, self.turns[0].draws[-1]
+        places = [int(x) for x in self._ordered([np.float64(i) if _is_real(x) else np.int64(i) for i, x in enumerate(start)])]
+        for drive in drives(start, self.fixed, [one.at(places) for one in reach.open]) if reach.open else ():
+            if not left or not reach.open:
+                return
+            left -= 1
+            with contextlib.suppress(NotSimulated):
+                taken = self._run(drive.arrays, self.grad, _NOISE[0] if quiet else None)(ours, choices=reach.choices).taken
+                if not reach.adds(taken):
+                    continue
+            yield _Turn([drive.arrays], loose=not drive.kept, ties=drive.ties, driven=True)
 
     def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Runner, ours: Any, base: Any) -> Trial:
         """The same trial, which tells what differs, on which meshes, and from where on."""
@@ -334,7 +392,7 @@ class _Program:
         """Return what goes wrong on the mesh itself, forward."""
         forward = self.forward[*self.sizes.items(), "explicit"]
         try:
-            return tuple(self._run(self.draws[0][-1], grad=False)(forward.jaxpr).faults)
+            return tuple(self._run(self.turns[0].draws[-1], grad=False)(forward.jaxpr).faults)
         except Parted as error:
             return (error.fault,)
 
@@ -403,7 +461,7 @@ class _Program:
         with jax.ensure_compile_time_eval():
             numbers = [_nudged(held_number(x)) if nudged else held_number(x) for x in jax.tree.leaves(given)]
 
-        def run(jaxpr: Any, read: Sequence[Reading] = (), sizes: Any = (), **how: bool) -> Run:
+        def run(jaxpr: Any, read: Sequence[Reading] = (), sizes: Any = (), **how: Any) -> Run:
             read_numbers = read_as(read, sizes, jaxpr)
             found = simulate(jaxpr, numbers, _MOST, noise=noise, numbers=read_numbers, shifted=True, **how)
             self.shifts += found.shifts
@@ -454,8 +512,13 @@ class _Program:
         moved = {one.path: one.largest or 0.0 for one in self._differences(form, *both, exact=True)}
         return all(one.largest and one.largest <= _AMPLIFIED * moved.get(one.path, 0.0) for one in differences)
 
-    def _differences(self, form: _Form, *both: Sequence[Array], exact: bool = False) -> list[Difference]:
-        """Return how numbers differ from others; with `exact` in any digit."""
+    def _differences(
+        self, form: _Form, *both: Sequence[Array], exact: bool = False, finite: bool = False
+    ) -> list[Difference]:
+        """Return how numbers differ from others; with `exact` in any digit, with `finite` where both are finite."""
+        if finite:
+            known = [_is_finite(x) & _is_finite(y) for x, y in zip(*both, strict=True)]
+            both = tuple([np.where(k, x, 0) for k, x in zip(known, one, strict=True)] for one in both)
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in both)
         gradients = max(map(largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
         close = 0.0 if exact else max(_CLOSE, _ROUNDED * self.rounded)
@@ -585,6 +648,14 @@ def _has_numbers(x: Any) -> bool:
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return getattr(x, "is_fully_addressable", True) and not getattr(_typed_spec(x), "unreduced", ())
+
+
+def _is_finite(x: Array) -> Array:
+    return np.isfinite(x) if x.dtype.kind in "fc" else np.ones(x.shape, bool)
+
+
+def _is_real(x: Any) -> bool:
+    return jnp.issubdtype(held_dtype(x), jnp.inexact)
 
 
 def _is_nan(x: Array) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -48,6 +48,7 @@ from spmd.checker._primitives import (
     stay_inside,
     wide_dtype,
 )
+from spmd.checker._reach import CHOICES, Key, Side, key_of, sides
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
@@ -102,6 +103,7 @@ class Run(NamedTuple):
       shifts: The line of each permutation for another number of devices.
       rounded: How much an equation rounds that computes with the bits of numbers.
       known: The value of each variable, if they were kept; inside of a loop that of its first round.
+      taken: Which sides the choices took that were asked about.
     """
 
     outs: list[Array]
@@ -109,6 +111,7 @@ class Run(NamedTuple):
     shifts: Sequence[str] = ()
     rounded: float = 0.0
     known: Mapping[Variable, Array] = MappingProxyType({})
+    taken: Mapping[Key, set[Side]] = MappingProxyType({})
 
 
 def simulate(
@@ -121,6 +124,7 @@ def simulate(
     inside: bool = False,
     shifted: bool = False,
     keep: bool = False,
+    choices: Container[Key] = (),
 ) -> Run:
     """Run a whole program.
 
@@ -134,6 +138,7 @@ def simulate(
       shifted: Whether a permutation for another number of devices is taken as the shift that it is there. Else it is
         an error.
       keep: Whether the values of variables are kept.
+      choices: The equations of which it is kept which sides they take.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
@@ -143,6 +148,7 @@ def simulate(
     machine = Simulator(most)
     machine.noise, machine.numbers = noise, numbers or {}
     machine.shifts, machine.rounds = [] if shifted else None, {} if keep else None
+    machine.choices, machine.keep = choices, machine.watch if choices else None
     before = stay_inside.set(inside)
     try:
         with _arithmetic():
@@ -157,6 +163,7 @@ def simulate(
         machine.shifts or (),
         machine.rounded,
         {var: numbers_of(x) for var, x in known.items()},
+        machine.taken,
     )
 
 
@@ -196,6 +203,8 @@ class Simulator(Domain):
       shifts: The lines of permutations that were taken as shifts; None if they may not be.
       rounds: The values of variables in the first round of the loop that they are in; None if nobody asks.
       rounded: How much is rounded at most, because bits of numbers are computed with.
+      choices: The equations of which it is kept which sides they take.
+      taken: These sides.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -211,6 +220,8 @@ class Simulator(Domain):
         self.shifts: list[str] | None = None
         self.rounds: dict[Variable, Array] | None = None
         self.rounded = 0.0
+        self.choices: Container[Key] = ()
+        self.taken: dict[Key, set[Side]] = {}
         self._left = most
 
     @property
@@ -247,6 +258,12 @@ class Simulator(Domain):
         if self.noise is not None and draws(eqn):
             return [_alike(self, eqn, operands[0], self.noise)]
         return compute(eqn, self.lead, given, self.generators)
+
+    def watch(self, eqn: Equation, operands: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
+        """Keep which sides a choice takes."""
+        if eqn.primitive.name in CHOICES and (key := key_of(eqn, self.callers)) in self.choices:
+            self.taken.setdefault(key, set()).update(sides(eqn, self.lead, operands, outs))
+        return outs
 
     def plain(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         """The operands of an equation with the bits that they carry: these are rounded."""

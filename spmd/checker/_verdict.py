@@ -47,11 +47,12 @@ class Verdict:
       kind: One word of the table below, or "" where there is nothing to check.
       reasons: What it rests on, or why nothing was compared; each a sentence or a line of the program.
       uncertain: How many findings there are that may be meant, and were not compared.
+      unreached: What no draw showed: the sides of choices that none took, and results that were one number in all.
 
     | kind | means |
     |---|---|
-    | `proved` | types follow every value to the results and suspect nothing, and numbers agree |
-    | `tested` | numbers agree; types lose a value or suspect one, or numbers are random: see `reasons` |
+    | `proved` | types follow every value to the results and suspect nothing, numbers agree, and draws took every side of every choice |
+    | `tested` | numbers agree; types lose a value or suspect one, numbers are random, or a side was not reached: see `reasons` and `unreached` |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
     | `not tested` | there are no findings; numbers were not compared, or they depend on the mesh, perhaps on purpose |
@@ -60,17 +61,19 @@ class Verdict:
     kind: str
     reasons: Sequence[str] = ()
     uncertain: int = 0
+    unreached: Sequence[str] = ()
 
     def __str__(self) -> str:
         if not self.kind:
             return ". ".join(self.reasons) or "no findings"
         some = f"{self.uncertain} finding{'s' * (self.uncertain > 1)} that may be meant: " if self.uncertain else ""
         head = self.kind if self.kind == "wrong" else (some or "no findings: ") + self.kind
-        return ". ".join([head, *self.reasons])
+        but = f", but for {_first(self.unreached)}" if self.unreached else ""
+        return ". ".join([head + but, *self.reasons])
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return {"kind": self.kind, "reasons": list(self.reasons)}
+        return {"kind": self.kind, "reasons": list(self.reasons), "unreached": list(self.unreached)}
 
 
 def judge(
@@ -99,10 +102,17 @@ def judge(
     lost = [f"Types lose a value at {_first(others)}"] if others else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
     doubt = [f"Types suspect {_first(cleared)}, and numbers do not show it"] if cleared else []
-    sure = not (unknown or cleared or believed or trial.quiet or trial.shifts)
+    open_ends = unreached(trial)
+    sure = not (unknown or cleared or believed or trial.quiet or trial.shifts or trial.underived or open_ends or findings)
     read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
-    return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *doubt, *rest])
+    reasons = [_compared(trial), *read, *lost, *doubt, *rest]
+    return Verdict("proved" if sure else "tested", reasons, len(findings), open_ends)
+
+
+def unreached(trial: Trial) -> list[str]:
+    """Return what no draw showed, in words."""
+    return [*map(str, trial.unreached), *(f"{one}, which is one number in all draws" for one in trial.flat)]
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -141,7 +151,8 @@ def confirmed(
     """
     kept = list(suspicions)
     if trial.agrees:  # one number in place of random ones does not show which blocks get the same
-        return [one for one in kept if one.kind in _ALWAYS or (trial.quiet and one.kind == "noise")]
+        shown = lambda one: not (trial.unreached or one.kind in _ALWAYS or (trial.quiet and one.kind == "noise"))
+        return [one if one.kind in _ALWAYS else replace(one, certain=False) for one in kept if not shown(one)]
     if trial.meant:  # whole arrays would be in another order, too
         return [one for one in kept if one.kind in (*_ALWAYS, "order")]
     kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs import errors as jax_errors
-from spmd._jaxprs.facts import CallName
+from spmd._jaxprs.facts import CallName, DecisionName
 from spmd._jaxprs.traces import run_apart, traced_apart
 from spmd._jaxprs.walker import axes_of, equations
 from spmd._trees.leaves import kind_of
@@ -536,10 +536,12 @@ def cond(predicate: Any, true_fn: Callable[..., R], false_fn: Callable[..., R], 
         if frame.explicit:
             yes, no = (jax.eval_shape(fn, *operands) for fn in (true_fn, false_fn))
             true_fn, false_fn = typed(true_fn, no), typed(false_fn, yes)
-        return jax.lax.cond(predicate, true_fn, false_fn, *operands)
+        with jax.named_scope(DecisionName("cond")):
+            return jax.lax.cond(predicate, true_fn, false_fn, *operands)
     yes, no = true_fn(*operands), false_fn(*operands)
     _check_alike(yes, no)
-    return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes, no)
+    with jax.named_scope(DecisionName("cond")):
+        return jax.tree.map(lambda a, b: jnp.where(predicate, a, b), yes, no)
 
 
 def _check_alike(yes: Any, no: Any) -> None:

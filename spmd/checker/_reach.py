@@ -1,0 +1,396 @@
+"""How far the draws of a program reach: which sides of its choices they took, and draws that take the others.
+
+A choice is an equation that decides by value. `jnp.where(x > 3, a, b)` has two sides, and normal numbers take one. What
+no draw took was not looked at: a verdict names it. So the sides that are left are driven at. A number is set to what it
+is compared with, arguments are made large or small, or one block of them is, or one element is infinite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from spmd._jaxprs.facts import per_shard_reason
+from spmd._jaxprs.lines import call_site, line_of
+from spmd._jaxprs.walker import Domain, Equation, Variable, equations, shape_of, walk
+from spmd._trees.leaves import held_dtype, is_key, is_key_type
+from spmd.checker._numbers import subsets
+from spmd.checker._primitives import Array, numbers_of
+
+Key = tuple[int, ...]  # an equation and those around it, by their `id`
+Side = tuple[str, Any]  # a question to a choice, and an answer
+
+SIDE, TIE, APART = "side", "tie", "apart"
+
+_LARGE, _SMALL = 1e4, 1e-4  # by which arguments are multiplied
+_NUMBERS = 6  # of a program, that arguments are made equal to
+_SEVERAL = 6  # sets of arguments that are made large while the others are not
+
+
+class Choice(NamedTuple):
+    """An equation whose result is decided by the values of arguments.
+
+    Attributes:
+      what: The primitive.
+      line: The user's line.
+      reads: Which arguments decide, by number.
+      needs: How many different answers each question has.
+      numbers: The numbers that stand at its line: what arguments may be compared with.
+    """
+
+    what: str
+    line: str
+    reads: frozenset[int]
+    needs: Mapping[str, int]
+    numbers: tuple[float, ...] = ()
+
+    def at(self, places: Sequence[int]) -> Choice:
+        """The same choice of a program that takes its arguments in another order."""
+        return self._replace(reads=frozenset(places[i] for i in self.reads))
+
+
+class Unreached(NamedTuple):
+    """A side that no draw took.
+
+    Attributes:
+      what: The primitive that decides.
+      line: The user's line.
+      question: `SIDE`; `TIE`, where equal elements were never drawn; `APART`, where devices never decided differently.
+    """
+
+    what: str
+    line: str
+    question: str
+
+    def __str__(self) -> str:
+        text = {SIDE: "the other side of", TIE: "a tie in", APART: "devices that decide differently in"}[self.question]
+        return f"{text} {self.what} at {self.line}"
+
+
+# --- what each choice is ----------------------------------------------------------------------------------------------
+
+
+def _two(x: Array) -> set[Any]:
+    """At most two of the different numbers in an array."""
+    flat = numbers_of(x).ravel()
+    if not flat.size:
+        return set()
+    other = flat[flat != flat[0]]
+    return {flat[0].item(), *([other[0].item()] if other.size else [])}
+
+
+def _answers(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    return _two(outs[0])
+
+
+def _decided(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    return {int(i) for i in np.unique(numbers_of(operands[0]))}
+
+
+def _larger(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    rank = len(shape_of(eqn.outvars[0]))
+    x, y = (numbers_of(z).reshape(z.shape[:lead] + (1,) * rank if z.ndim == lead else z.shape) for z in operands)
+    return {side for side, there in ((0, x > y), (1, x < y)) if there.any()}
+
+
+def _clamped(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    low, x, high = (numbers_of(z) for z in operands)
+    shaped = lambda z: z.reshape(z.shape[:lead] + (1,) * (x.ndim - lead)) if z.ndim == lead else z
+    low, high = shaped(low), shaped(high)
+    sides = (("low", x < low), ("in", (x > low) & (x < high)), ("high", x > high))
+    return {side for side, there in sides if there.any()}
+
+
+def _tied(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> bool:
+    """Return whether an array whose largest or smallest element is asked for has it twice, or one that is sorted has
+    equal elements."""
+    x = numbers_of(operands[0])
+    axis = lead + (eqn.params["dimension"] if "dimension" in eqn.params else eqn.params["axes"][0])
+    ordered = np.sort(x, axis)
+    first = lambda at: np.take(ordered, at, axis)
+    if ordered.shape[axis] < 2:
+        return False
+    if eqn.primitive.name == "argmin":
+        return bool((first(0) == first(1)).any())
+    if eqn.primitive.name == "argmax":
+        return bool((first(-1) == first(-2)).any())
+    return bool((np.diff(ordered, axis=axis) == 0).any()) if x.dtype.kind != "b" else True
+
+
+def _is_bool(eqn: Equation) -> bool:
+    return eqn.outvars[0].aval.dtype == np.bool_
+
+
+def _is_infinite(atom: Any) -> bool:
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and bool(np.isinf(atom.val))
+
+
+def _loses_digits(eqn: Equation) -> bool:
+    """Return whether a conversion is a decision: of a number to an integer, or to a boolean."""
+    old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    return not is_key_type(old) and not jnp.issubdtype(new, jnp.inexact) and jnp.issubdtype(old, jnp.inexact)
+
+
+Answers = Callable[[Equation, int, Sequence[Array], Sequence[Array]], set[Any]]
+Needs = Callable[[Equation], Mapping[str, int]]
+
+_always = lambda **needs: lambda eqn: needs
+_bounds = lambda eqn: {SIDE: 2} if not any(map(_is_infinite, eqn.invars)) else {}
+_clamps = lambda eqn: {SIDE: 3 - sum(map(_is_infinite, eqn.invars))}
+_ordered = lambda eqn: {TIE: 1} if len(eqn.invars) > eqn.params["num_keys"] else {}
+_NONE: Answers = lambda *_: set()
+
+# For each primitive that decides by value: the answers that some numbers give, and how many answers there are. A maximum
+# with -inf has one, a sort whose equal elements cannot be told apart none.
+CHOICES: dict[str, tuple[Answers, Needs]] = {
+    "select_n": (_decided, lambda eqn: {SIDE: len(eqn.invars) - 1}),
+    "cond": (_decided, lambda eqn: {SIDE: len(eqn.params["branches"])}),
+    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"), (_answers, _always(side=2))),
+    **dict.fromkeys(("and", "or", "reduce_and", "reduce_or"), (_answers, lambda eqn: {SIDE: 2} if _is_bool(eqn) else {})),
+    **dict.fromkeys(("max", "min"), (_larger, _bounds)),
+    "clamp": (_clamped, _clamps),
+    **dict.fromkeys(("sign", "floor", "ceil", "round"), (_answers, _always(side=2))),
+    "convert_element_type": (_answers, lambda eqn: {SIDE: 2} if _loses_digits(eqn) else {}),
+    **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
+    "sort": (_NONE, _ordered),
+}  # fmt: skip
+
+
+def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> Iterator[Side]:
+    """The answers of a choice to its questions, for these numbers.
+
+    Args:
+      eqn: The equation.
+      lead: How many mesh axes the arrays have in front.
+      operands: Its operands.
+      outs: Its results.
+    """
+    answers, needs = CHOICES[eqn.primitive.name]
+    for one in answers(eqn, lead, operands, outs):
+        yield SIDE, one
+    if TIE in needs(eqn) and _tied(eqn, lead, operands, outs):
+        yield TIE, True
+    asked = operands[0] if eqn.primitive.name in ("cond", "select_n") else outs[0]
+    if asked.ndim == lead and asked.size > 1:  # one number for each device, and not the same one by how it is made
+        yield "alone", True
+        if (asked != asked.flat[0]).any():
+            yield APART, True
+
+
+# --- which choices a program has --------------------------------------------------------------------------------------
+
+
+class _Reads(Domain):
+    """Which arguments each value is made of, by number.
+
+    Attributes:
+      found: The choices that arguments decide.
+    """
+
+    def __init__(self, keys: Collection[int]) -> None:
+        super().__init__()
+        self.keys = keys
+        self.found: dict[Key, Choice] = {}
+        self.keep = self._kept
+
+    def constant(self, var: Variable | None, value: Any) -> frozenset[int]:
+        return frozenset()
+
+    def join(self, one: frozenset[int], other: frozenset[int]) -> frozenset[int]:
+        return one | other
+
+    def decided(self, value: frozenset[int], predicate: frozenset[int]) -> frozenset[int]:
+        return value | predicate
+
+    def step(self, eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+        return [frozenset().union(*operands)] * len(eqn.outvars)
+
+    def _kept(self, eqn: Equation, operands: Sequence[frozenset[int]], outs: Any) -> Any:
+        if eqn.primitive.name not in CHOICES:
+            return outs
+        decides = operands[:1] if eqn.primitive.name in ("select_n", "cond", "sort") else operands
+        reads = frozenset[int]().union(*decides)
+        needs = CHOICES[eqn.primitive.name][1](eqn)
+        # A bound on a number that keys alone make belongs to how it is drawn.
+        drawn = reads <= frozenset(self.keys) and eqn.primitive.name in ("max", "min", "clamp", "convert_element_type")
+        meant = per_shard_reason(eqn, self.callers) is not None
+        if reads and needs and not (drawn or meant) and (site := call_site(eqn, self.callers)) is not None:
+            key = key_of(eqn, self.callers)
+            before = self.found.get(key)
+            reads |= before.reads if before else frozenset()
+            self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads, needs)
+        return outs
+
+
+def key_of(eqn: Equation, callers: Sequence[Equation]) -> Key:
+    """What tells a choice from others: one jaxpr may be called at several places."""
+    return (*map(id, callers), id(eqn))
+
+
+class Reach:
+    """Which sides of a program's choices were taken by draws whose results were compared.
+
+    Attributes:
+      choices: The choices.
+    """
+
+    def __init__(self, choices: Mapping[Key, Choice], depends: Sequence[bool]) -> None:
+        self.choices = choices
+        self._depends = depends  # for each result whether it is made of arguments
+        self._taken: dict[Key, set[Side]] = {}
+        self._numbers: list[set[Any]] = [set() for _ in depends]  # at most two of those of each result
+
+    @classmethod
+    def of(cls, jaxpr: Any, arrays: Sequence[Any]) -> Self:
+        """The choices of a program that its arguments decide, but for those inside of this package: what its operations
+        do is tested where they are.
+
+        Args:
+          jaxpr: The program.
+          arrays: Its arguments, or structs of them.
+        """
+        reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)])
+        outs = walk(jaxpr, [frozenset((i,)) for i in range(len(arrays))], reads)
+        at: dict[str, dict[float, None]] = {}
+        for eqn in equations(jaxpr) if reads.found else ():
+            for atom in eqn.invars:
+                if isinstance(atom, Literal) and np.ndim(atom.val) == 0 and jnp.issubdtype(atom.aval.dtype, jnp.number):
+                    number = np.real(atom.val).item()
+                    at.setdefault(line_of(eqn), {}).update({float(number): None} if math.isfinite(number) else {})
+        everywhere = dict.fromkeys(x for some in at.values() for x in some)
+        found = {key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()}
+        return cls(found, list(map(bool, outs)))
+
+    def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
+        """Take in what a draw has shown, if its results are numbers that can be compared."""
+        finite = [x[np.isfinite(x)] if x.dtype.kind in "fc" else x.ravel() for x in map(numbers_of, results)]
+        for numbers, x in zip(self._numbers, finite, strict=False):
+            if len(numbers) < 2:
+                numbers |= _two(x)
+        if all(x.size or not full.size for x, full in zip(finite, results, strict=True)):
+            for key, answers in more.items():
+                self._taken.setdefault(key, set()).update(answers)
+
+    def adds(self, more: Mapping[Key, set[Side]]) -> bool:
+        """Return whether a draw shows more than those before."""
+        return any(self._lacking(key) - self._lacking(key, more[key]) for key in more)
+
+    def _lacking(self, key: Key, more: Collection[Side] = ()) -> set[str]:
+        answers = self._taken.get(key, set()) | set(more)
+        needs = {**self.choices[key].needs, **({APART: 1} if ("alone", True) in answers else {})}
+        return {q for q, n in needs.items() if sum(asked == q for asked, _ in answers) < n}
+
+    @property
+    def open(self) -> list[Choice]:
+        """The choices that have sides which no draw took."""
+        return [one for key, one in self.choices.items() if self._lacking(key)]
+
+    @property
+    def unreached(self) -> tuple[Unreached, ...]:
+        """The sides that no draw took, once for each line and question."""
+        found = [Unreached(c.what, c.line, q) for key, c in self.choices.items() for q in sorted(self._lacking(key))]
+        return tuple({(one.line, one.question): one for one in reversed(found)}.values())[::-1]
+
+    @property
+    def flat(self) -> list[int]:
+        """The results that are made of arguments, and were one number in all draws."""
+        return [i for i, (own, some) in enumerate(zip(self._depends, self._numbers, strict=True)) if own and len(some) < 2]
+
+
+# --- draws that take other sides --------------------------------------------------------------------------------------
+
+
+class Drive(NamedTuple):
+    """Arguments that may take another side.
+
+    Attributes:
+      arrays: The arguments.
+      kept: Whether given arrays stay what they may be: sorted, or a mask.
+      ties: Whether numbers may be equal, or zero.
+    """
+
+    arrays: list[Any]
+    kept: bool
+    ties: bool = False
+
+
+def drives(arrays: Sequence[Any], fixed: Sequence[bool], aims: Sequence[Choice]) -> Iterator[Drive]:
+    """Arguments that may take the sides which are left, the likely ones first.
+
+    Args:
+      arrays: The arguments of a draw.
+      fixed: Of which of them the user gave the numbers, and more than one.
+      aims: The choices that have such sides.
+    """
+    reads = sorted(frozenset[int]().union(*(one.reads for one in aims)))
+    numbers = list(dict.fromkeys(x for one in aims for x in one.numbers))[:_NUMBERS]
+    of = {kind: [i for i in reads if _kind(arrays[i]) == kind] for kind in ("float", "int", "bool")}
+
+    def drive(kind: str, new: Callable[[Array], Any], *, scales: bool = False, ties: bool = False) -> Drive:
+        return changed(of[kind], new, scales or kind == "bool", ties)
+
+    def changed(places: Collection[int], new: Callable[[Array], Any], kept: bool, ties: bool = False) -> Drive:
+        out = [_cast(new(np.asarray(x)), x) if i in places else x for i, x in enumerate(arrays)]
+        return Drive(out, kept or not any(fixed[i] for i in places), ties)
+
+    half = lambda y: lambda x: np.where(_half(x), y(x) if callable(y) else y, x)
+    if of["int"]:
+        near = (y for x in numbers if x == int(x) for y in (x, x + 1, x - 1))
+        yield from (drive("int", half(x)) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
+    if of["bool"]:
+        yield from (drive("bool", new) for x in (True, False) for new in (half(x), lambda a, x=x: np.full_like(a, x)))
+    if not of["float"]:
+        return
+    for by in (_LARGE, _SMALL):
+        yield drive("float", lambda x, by=by: x * by, scales=True)
+        yield drive("float", half(lambda x, by=by: x * by), scales=True)
+    yield from (drive("float", lambda x, y=y: np.where(_first(x), y, x), scales=True) for y in (np.inf, np.nan))
+    yield drive("float", half(0), ties=True)
+    yield drive("float", np.negative)
+    for x in numbers:
+        yield from (drive("float", half(y), ties=True) for y in (x * 1.5 + 1e-3, x * 0.5 - 1e-3, x))
+    yield drive("float", np.round, ties=True)
+    for several in list(subsets(of["float"]))[:_SEVERAL]:
+        for by in (_LARGE, _SMALL):
+            yield changed(several, lambda x, by=by: x * by, True)
+    yield drive("float", np.zeros_like, ties=True)
+
+
+def _kind(x: Any) -> str:
+    if is_key(x):
+        return "key"
+    dtype = held_dtype(x)
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return "float"
+    return "bool" if dtype == np.bool_ else "int"
+
+
+def _cast(new: Array, like: Any) -> Array:
+    dtype = held_dtype(like)
+    if jnp.issubdtype(dtype, jnp.integer):
+        info = jnp.iinfo(dtype)
+        new = np.clip(np.asarray(new, np.float64), float(info.min), float(info.max))
+        new = np.where(new >= float(info.max), info.max, new.astype(np.int64)) if info.bits < 64 else new
+    return np.asarray(new).astype(dtype)
+
+
+def _half(x: Array) -> Array:
+    """The first half of an array along its first dimension that has several elements: some blocks of it, and not all."""
+    place = next((d for d, n in enumerate(x.shape) if n > 1), None)
+    if place is None:
+        return np.ones(x.shape, bool)
+    shape = [-1 if d == place else 1 for d in range(x.ndim)]
+    return np.broadcast_to(np.arange(x.shape[place]).reshape(shape) < x.shape[place] // 2, x.shape)
+
+
+def _first(x: Array) -> Array:
+    """The first element alone."""
+    found = np.zeros(x.shape, bool)
+    if x.size:
+        found[(0,) * x.ndim] = True
+    return found
