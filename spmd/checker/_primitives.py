@@ -74,6 +74,16 @@ MOVES = frozenset((
 ))  # fmt: skip
 
 
+# What says something of its operands, and changes nothing.
+SAME = frozenset((
+    "pvary", "pcast", "pbroadcast", "preduced", "reduced_vary_cast", "reduced_vary_cast_p",
+    "vary_unreduced_cast", "vary_unreduced_cast_p", "optimization_barrier", "device_put", "reshard",
+    "sharding_constraint", "layout_constraint", "mesh_cast", "copy", "copy_p", "stop_gradient", "name",
+    "reduce_scatter_done", "reduce_precision", "spmd_layout", "spmd_assert_equal", "spmd_order",
+    "spmd_fused", "spmd_retype",
+))  # fmt: skip
+
+
 def draws(eqn: Equation) -> bool:
     """Return whether an equation makes numbers of keys."""
     keys = [any(is_key_type(getattr(v.aval, "dtype", None)) for v in atoms) for atoms in (eqn.invars, eqn.outvars)]

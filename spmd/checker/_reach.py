@@ -11,16 +11,17 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
 from spmd._jaxprs.facts import per_shard_reason
-from spmd._jaxprs.lines import call_site, line_of
+from spmd._jaxprs.lines import call_site, is_transposed, line_of
 from spmd._jaxprs.walker import Domain, Equation, Variable, equations, shape_of, walk
 from spmd._trees.leaves import held_dtype, is_key, is_key_type
 from spmd.checker._numbers import subsets
-from spmd.checker._primitives import Array, numbers_of
+from spmd.checker._primitives import MOVES, SAME, Array, numbers_of
 
 Key = tuple[int, ...]  # an equation and those around it, by their `id`
 Side = tuple[str, Any]  # a question to a choice, and an answer
@@ -40,6 +41,7 @@ class Choice(NamedTuple):
       line: The user's line.
       reads: Which arguments decide, by number.
       needs: How many different answers each question has.
+      forward: Whether it decides in the forward pass: backward the same numbers decide again.
       numbers: The numbers that stand at its line: what arguments may be compared with.
     """
 
@@ -47,6 +49,7 @@ class Choice(NamedTuple):
     line: str
     reads: frozenset[int]
     needs: Mapping[str, int]
+    forward: bool
     numbers: tuple[float, ...] = ()
 
     def at(self, places: Sequence[int]) -> Choice:
@@ -126,10 +129,6 @@ def _is_bool(eqn: Equation) -> bool:
     return eqn.outvars[0].aval.dtype == np.bool_
 
 
-def _is_infinite(atom: Any) -> bool:
-    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and bool(np.isinf(atom.val))
-
-
 def _loses_digits(eqn: Equation) -> bool:
     """Return whether a conversion is a decision: of a number to an integer, or to a boolean."""
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
@@ -140,25 +139,24 @@ Answers = Callable[[Equation, int, Sequence[Array], Sequence[Array]], set[Any]]
 Needs = Callable[[Equation], Mapping[str, int]]
 
 _always = lambda **needs: lambda eqn: needs
-_bounds = lambda eqn: {SIDE: 2} if not any(map(_is_infinite, eqn.invars)) else {}
-_clamps = lambda eqn: {SIDE: 3 - sum(map(_is_infinite, eqn.invars))}
 _ordered = lambda eqn: {TIE: 1} if len(eqn.invars) > eqn.params["num_keys"] else {}
 _NONE: Answers = lambda *_: set()
 
-# For each primitive that decides by value: the answers that some numbers give, and how many answers there are. A maximum
-# with -inf has one, a sort whose equal elements cannot be told apart none.
+# For each primitive that decides by value: the answers that some numbers give, and how many answers there are. A sort
+# whose equal elements cannot be told apart has none.
 CHOICES: dict[str, tuple[Answers, Needs]] = {
     "select_n": (_decided, lambda eqn: {SIDE: len(eqn.invars) - 1}),
     "cond": (_decided, lambda eqn: {SIDE: len(eqn.params["branches"])}),
     **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"), (_answers, _always(side=2))),
     **dict.fromkeys(("and", "or", "reduce_and", "reduce_or"), (_answers, lambda eqn: {SIDE: 2} if _is_bool(eqn) else {})),
-    **dict.fromkeys(("max", "min"), (_larger, _bounds)),
-    "clamp": (_clamped, _clamps),
+    **dict.fromkeys(("max", "min"), (_larger, _always(side=2))),
+    "clamp": (_clamped, _always(side=3)),
     **dict.fromkeys(("sign", "floor", "ceil", "round"), (_answers, _always(side=2))),
     "convert_element_type": (_answers, lambda eqn: {SIDE: 2} if _loses_digits(eqn) else {}),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
     "sort": (_NONE, _ordered),
 }  # fmt: skip
+_BOUNDS = ("max", "min", "clamp")
 
 
 def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> Iterator[Side]:
@@ -185,46 +183,62 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
 # --- which choices a program has --------------------------------------------------------------------------------------
 
 
+class _Made(NamedTuple):
+    """What a value is made of: arguments, by number; or infinite numbers alone."""
+
+    reads: frozenset[int] = frozenset()
+    infinite: bool = False
+
+
 class _Reads(Domain):
-    """Which arguments each value is made of, by number.
+    """What each value is made of.
 
     Attributes:
+      keys: The arguments that are keys of random numbers.
       found: The choices that arguments decide.
     """
 
     def __init__(self, keys: Collection[int]) -> None:
         super().__init__()
-        self.keys = keys
+        self.keys = frozenset(keys)
         self.found: dict[Key, Choice] = {}
         self.keep = self._kept
 
-    def constant(self, var: Variable | None, value: Any) -> frozenset[int]:
-        return frozenset()
+    def constant(self, var: Variable | None, value: Any) -> _Made:
+        known = value is not None and not is_key(value) and not isinstance(value, jax.core.Tracer)
+        return _Made(infinite=known and np.asarray(value).dtype.kind == "f" and bool(np.isinf(value).all()))
 
-    def join(self, one: frozenset[int], other: frozenset[int]) -> frozenset[int]:
-        return one | other
+    def join(self, one: _Made, other: _Made) -> _Made:
+        return _Made(one.reads | other.reads, one.infinite and other.infinite)
 
-    def decided(self, value: frozenset[int], predicate: frozenset[int]) -> frozenset[int]:
-        return value | predicate
+    def decided(self, value: _Made, predicate: _Made) -> _Made:
+        return value._replace(reads=value.reads | predicate.reads)
 
-    def step(self, eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
-        return [frozenset().union(*operands)] * len(eqn.outvars)
+    def step(self, eqn: Equation, operands: Sequence[_Made]) -> list[_Made]:
+        moves = eqn.primitive.name in MOVES | SAME | {"convert_element_type"}
+        infinite = moves and bool(operands) and all(one.infinite for one in operands)
+        return [_Made(_all_reads(operands), infinite)] * len(eqn.outvars)
 
-    def _kept(self, eqn: Equation, operands: Sequence[frozenset[int]], outs: Any) -> Any:
+    def _kept(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
         if eqn.primitive.name not in CHOICES:
             return outs
-        decides = operands[:1] if eqn.primitive.name in ("select_n", "cond", "sort") else operands
-        reads = frozenset[int]().union(*decides)
-        needs = CHOICES[eqn.primitive.name][1](eqn)
+        reads = _all_reads(operands[:1] if eqn.primitive.name in ("select_n", "cond", "sort") else operands)
+        needs = dict(CHOICES[eqn.primitive.name][1](eqn))
+        if eqn.primitive.name in _BOUNDS:
+            needs[SIDE] -= sum(one.infinite for one in operands)  # which no number is beyond
         # A bound on a number that keys alone make belongs to how it is drawn.
-        drawn = reads <= frozenset(self.keys) and eqn.primitive.name in ("max", "min", "clamp", "convert_element_type")
-        meant = per_shard_reason(eqn, self.callers) is not None
-        if reads and needs and not (drawn or meant) and (site := call_site(eqn, self.callers)) is not None:
-            key = key_of(eqn, self.callers)
-            before = self.found.get(key)
-            reads |= before.reads if before else frozenset()
-            self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads, needs)
+        drawn = reads <= self.keys and eqn.primitive.name in (*_BOUNDS, "convert_element_type")
+        meant = drawn or per_shard_reason(eqn, self.callers) is not None
+        if reads and any(n > (q == SIDE) for q, n in needs.items()) and not meant:
+            if (site := call_site(eqn, self.callers)) is not None:
+                key = key_of(eqn, self.callers)
+                before = self.found[key].reads if key in self.found else frozenset[int]()
+                self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads | before, needs, not is_transposed(eqn, self.callers))
         return outs
+
+
+def _all_reads(several: Sequence[_Made]) -> frozenset[int]:
+    return frozenset[int]().union(*(one.reads for one in several))
 
 
 def key_of(eqn: Equation, callers: Sequence[Equation]) -> Key:
@@ -255,7 +269,7 @@ class Reach:
           arrays: Its arguments, or structs of them.
         """
         reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)])
-        outs = walk(jaxpr, [frozenset((i,)) for i in range(len(arrays))], reads)
+        outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
         at: dict[str, dict[float, None]] = {}
         for eqn in equations(jaxpr) if reads.found else ():
             for atom in eqn.invars:
@@ -264,7 +278,7 @@ class Reach:
                     at.setdefault(line_of(eqn), {}).update({float(number): None} if math.isfinite(number) else {})
         everywhere = dict.fromkeys(x for some in at.values() for x in some)
         found = {key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()}
-        return cls(found, list(map(bool, outs)))
+        return cls(found, [bool(one.reads) for one in outs])
 
     def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
         """Take in what a draw has shown, if its results are numbers that can be compared."""
@@ -282,7 +296,8 @@ class Reach:
 
     def _lacking(self, key: Key, more: Collection[Side] = ()) -> set[str]:
         answers = self._taken.get(key, set()) | set(more)
-        needs = {**self.choices[key].needs, **({APART: 1} if ("alone", True) in answers else {})}
+        alone = ("alone", True) in answers and self.choices[key].forward
+        needs = {**self.choices[key].needs, **({APART: 1} if alone else {})}
         return {q for q, n in needs.items() if sum(asked == q for asked, _ in answers) < n}
 
     @property

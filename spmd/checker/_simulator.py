@@ -37,6 +37,7 @@ from spmd._jaxprs.walker import (
 from spmd._trees.leaves import is_key_type
 from spmd.checker._primitives import (
     MOVES,
+    SAME,
     Array,
     NotSimulated,
     alike,
@@ -685,13 +686,8 @@ def _counts(rule: Rule) -> Rule:
     return lambda machine, eqn, operands: rule(machine, eqn, machine.plain(eqn, operands))
 
 
-_SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
-    vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_scatter_done reduce_precision spmd_layout spmd_assert_equal spmd_order
-    spmd_fused spmd_retype"""
-
 Simulator.rules = {
-    **dict.fromkeys(_SAME.split(), _same),
+    **dict.fromkeys(SAME, _same),
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _counts(_reduces(np.sum))),
     "pmax": _counts(_reduces(np.max)),
     "pmin": _counts(_reduces(np.min)),
