@@ -274,7 +274,7 @@ class _Program:
         meant: Trial | None = None
         read: tuple[Reading, ...] = ()
         told: set[Any] = set()  # what has numbers in some draw: where all are NaN, nothing is compared
-        reach = Reach.of(ours, self._ordered(self.structs)) if draws is None else Reach({}, ())
+        reach = Reach.of(ours, self._ordered(self.structs), form.results) if draws is None else Reach({}, (), 0)
         turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
         for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
@@ -296,6 +296,7 @@ class _Program:
                 differences = [one for one in differences if one.path[0].key == "result"]
             if not (differences or found.faults):
                 reach.add(found.taken, wanted)
+            if not (differences or found.faults) or (turn.driven and turn.loose):
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
@@ -488,7 +489,8 @@ class _Program:
         leaves, structure = jax.tree.flatten(given)
         flat = lambda *given: run(*jax.tree.unflatten(structure, given))
         found = _on_mesh(self.mesh, sizes, how, flat, leaves)
-        live = _compat.live_jaxpr(found.jaxpr.jaxpr)  # what a derivative makes and nothing reads has no sides
+        with no_mesh():
+            live = _compat.live_jaxpr(found.jaxpr.jaxpr)  # what a derivative makes and nothing reads has no sides
         return ClosedJaxpr(live, found.jaxpr.consts), _Form(found.structure, tuple(one.shape for one in found.jaxpr.out_avals))
 
     def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], run: _Runner) -> bool:
@@ -572,6 +574,11 @@ class _Form(NamedTuple):
 
     tree: Any
     shapes: tuple[Any, ...]
+
+    @property
+    def results(self) -> int:
+        """How many of them are results, and no gradients; these stand at the end of `shapes`."""
+        return sum(path[0].key == "result" for path in self.paths())
 
     def paths(self) -> list[Any]:
         """Return where each result and gradient stands in what `pulled` gives."""

@@ -253,20 +253,22 @@ class Reach:
       choices: The choices.
     """
 
-    def __init__(self, choices: Mapping[Key, Choice], depends: Sequence[bool]) -> None:
+    def __init__(self, choices: Mapping[Key, Choice], depends: Sequence[bool], results: int) -> None:
         self.choices = choices
+        self._results = results
         self._depends = depends  # for each result whether it is made of arguments
         self._taken: dict[Key, set[Side]] = {}
         self._numbers: list[set[Any]] = [set() for _ in depends]  # at most two of those of each result
 
     @classmethod
-    def of(cls, jaxpr: Any, arrays: Sequence[Any]) -> Self:
+    def of(cls, jaxpr: Any, arrays: Sequence[Any], results: int) -> Self:
         """The choices of a program that its arguments decide, but for those inside of this package: what its operations
         do is tested where they are.
 
         Args:
           jaxpr: The program.
           arrays: Its arguments, or structs of them.
+          results: How many results it has, which stand behind its gradients.
         """
         reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)])
         outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
@@ -274,11 +276,11 @@ class Reach:
         for eqn in equations(jaxpr) if reads.found else ():
             for atom in eqn.invars:
                 if isinstance(atom, Literal) and np.ndim(atom.val) == 0 and jnp.issubdtype(atom.aval.dtype, jnp.number):
-                    number = np.real(atom.val).item()
-                    at.setdefault(line_of(eqn), {}).update({float(number): None} if math.isfinite(number) else {})
+                    number = float(np.real(atom.val))
+                    at.setdefault(line_of(eqn), {}).update({number: None} if math.isfinite(number) else {})
         everywhere = dict.fromkeys(x for some in at.values() for x in some)
         found = {key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()}
-        return cls(found, [bool(one.reads) for one in outs])
+        return cls(found, [bool(one.reads) for one in outs], results)
 
     def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
         """Take in what a draw has shown, if its results are numbers that can be compared."""
@@ -286,7 +288,8 @@ class Reach:
         for numbers, x in zip(self._numbers, finite, strict=False):
             if len(numbers) < 2:
                 numbers |= _two(x)
-        if all(x.size or not full.size for x, full in zip(finite, results, strict=True)):
+        gradients = len(results) - self._results
+        if all(x.size or not full.size for x, full in zip(finite[gradients:], results[gradients:], strict=True)):
             for key, answers in more.items():
                 self._taken.setdefault(key, set()).update(answers)
 
