@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from spmd import _compat
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import call_site, is_transposed, line_of
-from spmd._jaxprs.walker import Domain, Equation, Variable, equations, shape_of, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, shape_of, walk
 from spmd._trees.leaves import held_dtype, is_key, is_key_type
 from spmd.checker._numbers import subsets
-from spmd.checker._primitives import MOVES, SAME, Array, numbers_of
+from spmd.checker._primitives import Array, numbers_of
+from spmd.checker._ranges import ANY, Range, range_of, ranges
 
 Key = tuple[int, ...]  # an equation and those around it, by their `id`
 Side = tuple[str, Any]  # a question to a choice, and an answer
@@ -64,11 +66,13 @@ class Unreached(NamedTuple):
       what: The primitive that decides.
       line: The user's line.
       question: `SIDE`; `TIE`, where equal elements were never drawn; `APART`, where devices never decided differently.
+      taken: The sides that some draw took.
     """
 
     what: str
     line: str
     question: str
+    taken: frozenset[Any] = frozenset()
 
     def __str__(self) -> str:
         text = {SIDE: "the other side of", TIE: "a tie in", APART: "devices that decide differently in"}[self.question]
@@ -184,10 +188,10 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
 
 
 class _Made(NamedTuple):
-    """What a value is made of: arguments, by number; or infinite numbers alone."""
+    """What a value is made of: the arguments, by number, and between which numbers it lies."""
 
     reads: frozenset[int] = frozenset()
-    infinite: bool = False
+    range: Range = ANY
 
 
 class _Reads(Domain):
@@ -195,46 +199,73 @@ class _Reads(Domain):
 
     Attributes:
       keys: The arguments that are keys of random numbers.
+      sizes: The mesh axes around the walk.
       found: The choices that arguments decide.
+      beyond: The lines of integers that are larger than their type allows.
     """
 
     def __init__(self, keys: Collection[int]) -> None:
         super().__init__()
         self.keys = frozenset(keys)
+        self.sizes: dict[str, int] = {}
         self.found: dict[Key, Choice] = {}
+        self.beyond: dict[str, None] = {}
         self.keep = self._kept
 
     def constant(self, var: Variable | None, value: Any) -> _Made:
-        known = value is not None and not is_key(value) and not isinstance(value, jax.core.Tracer)
-        return _Made(infinite=known and np.asarray(value).dtype.kind == "f" and bool(np.isinf(value).all()))
+        return _Made(range=range_of(value))
 
     def join(self, one: _Made, other: _Made) -> _Made:
-        return _Made(one.reads | other.reads, one.infinite and other.infinite)
+        return _Made(one.reads | other.reads, one.range.widened(other.range))
 
     def decided(self, value: _Made, predicate: _Made) -> _Made:
         return value._replace(reads=value.reads | predicate.reads)
 
+    def mapped(self, eqn: Equation, part: Held, operands: Sequence[_Made]) -> Sequence[_Made]:
+        before, self.sizes = self.sizes, {**self.sizes, **_compat.made_manual(eqn)}
+        outs = super().mapped(eqn, part, operands)
+        self.sizes = before
+        return outs
+
     def step(self, eqn: Equation, operands: Sequence[_Made]) -> list[_Made]:
-        moves = eqn.primitive.name in MOVES | SAME | {"convert_element_type"}
-        infinite = moves and bool(operands) and all(one.infinite for one in operands)
-        return [_Made(_all_reads(operands), infinite)] * len(eqn.outvars)
+        found, beyond = ranges(eqn, [one.range for one in operands], self.sizes)
+        if beyond:
+            self.beyond[line_of(eqn, self.callers)] = None
+        return [_Made(_all_reads(operands), found)] * len(eqn.outvars)
 
     def _kept(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
         if eqn.primitive.name not in CHOICES:
             return outs
         reads = _all_reads(operands[:1] if eqn.primitive.name in ("select_n", "cond", "sort") else operands)
         needs = dict(CHOICES[eqn.primitive.name][1](eqn))
-        if eqn.primitive.name in _BOUNDS:
-            needs[SIDE] -= sum(one.infinite for one in operands)  # which no number is beyond
+        if SIDE in needs:
+            needs[SIDE] = min(needs[SIDE], _possible(eqn, [one.range for one in operands], outs))
         # A bound on a number that keys alone make belongs to how it is drawn.
-        drawn = reads <= self.keys and eqn.primitive.name in (*_BOUNDS, "convert_element_type")
+        drawn = reads <= self.keys and eqn.primitive.name in ("max", "min", "clamp", "convert_element_type")
         meant = drawn or per_shard_reason(eqn, self.callers) is not None
         if reads and any(n > (q == SIDE) for q, n in needs.items()) and not meant:
             if (site := call_site(eqn, self.callers)) is not None:
                 key = key_of(eqn, self.callers)
                 before = self.found[key].reads if key in self.found else frozenset[int]()
-                self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads | before, needs, not is_transposed(eqn, self.callers))
+                backward = is_transposed(eqn, self.callers)
+                self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads | before, needs, not backward)
         return outs
+
+
+def _possible(eqn: Equation, given: Sequence[Range], outs: Sequence[_Made]) -> int:
+    """How many answers numbers of these ranges can give."""
+    if eqn.primitive.name in ("select_n", "cond"):
+        return int(min(given[0].high, 1e9) - max(given[0].low, 0)) + 1
+    if eqn.primitive.name in ("max", "min"):
+        x, y = given
+        return (x.high > y.low) + (y.high > x.low)
+    if eqn.primitive.name == "clamp":
+        low, x, high = given
+        return 1 + (x.low < low.high) + (x.high > high.low)
+    if eqn.primitive.name == "sign":
+        return (given[0].low < 0) + (given[0].high > 0)
+    known = outs[0].range
+    return int(min(known.high - known.low, 1)) + 1
 
 
 def _all_reads(several: Sequence[_Made]) -> frozenset[int]:
@@ -311,7 +342,9 @@ class Reach:
     @property
     def unreached(self) -> tuple[Unreached, ...]:
         """The sides that no draw took, once for each line and question."""
-        found = [Unreached(c.what, c.line, q) for key, c in self.choices.items() for q in sorted(self._lacking(key))]
+        taken = {key: frozenset(x for q, x in self._taken.get(key, ()) if q == SIDE) for key in self.choices}
+        every = ((c, taken[key], q) for key, c in self.choices.items() for q in sorted(self._lacking(key)))
+        found = [Unreached(c.what, c.line, q, sides) for c, sides, q in every]
         return tuple({(one.line, one.question): one for one in reversed(found)}.values())[::-1]
 
     @property

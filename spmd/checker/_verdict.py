@@ -13,6 +13,7 @@ from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, ope
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
+from spmd.checker._hanging import hanging
 from spmd.checker._located import Located
 from spmd.checker._numbers import LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
 from spmd.checker._primitives import draws
@@ -151,8 +152,9 @@ def confirmed(
     """
     kept = list(suspicions)
     if trial.agrees:  # one number in place of random ones does not show which blocks get the same
-        shown = lambda one: not (trial.unreached or one.kind in _ALWAYS or (trial.quiet and one.kind == "noise"))
-        return [one if one.kind in _ALWAYS else replace(one, certain=False) for one in kept if not shown(one)]
+        open_ones = hanging(kept, trial.unreached, walk) if walk is not None and trial.unreached and kept else []
+        stays = lambda one: one.kind in _ALWAYS or (trial.quiet and one.kind == "noise")
+        return [one if stays(one) else replace(one, certain=False) for one in kept if stays(one) or one in open_ones]
     if trial.meant:  # whole arrays would be in another order, too
         return [one for one in kept if one.kind in (*_ALWAYS, "order")]
     kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more
