@@ -1,0 +1,40 @@
+"""No wrong program is called right by a verdict that says more than was looked at; and their twins are called right."""
+
+from __future__ import annotations
+
+import pytest
+
+import spmd
+from tests.checker.attacks import ATTACKS, Attack, outcome, overclaim, same
+from tests.sampler import share
+
+EVERY = list(ATTACKS.values())
+a_share = pytest.mark.parametrize("attack", share(EVERY), ids=lambda one: one.name)
+
+
+@a_share
+def test_a_verdict_says_no_more_than_was_looked_at(attack: Attack) -> None:
+    """The mistake is found, or the verdict names the side that no draw took."""
+    found = spmd.check(attack.program(attack.mistaken), *attack.given)
+    assert not overclaim(attack, found), f"{attack.name}, {attack.marks()}"
+
+
+@a_share
+def test_its_twin_is_called_right(attack: Attack) -> None:
+    found = spmd.check(attack.program(attack.correct), *attack.given)
+    assert not found, str(found)
+    assert found.verdict.kind in ("proved", "tested"), str(found.verdict)
+
+
+@a_share
+def test_numbers_say_which_one_is_right(attack: Attack) -> None:
+    """On devices and in plain JAX, with the arguments that show it."""
+    wanted = outcome(attack, attack.around(attack.reference))
+    right, wrong = (outcome(attack, attack.on_devices(body)) for body in (attack.correct, attack.mistaken))
+    assert same(right, wanted), (right, wanted)
+    assert not same(wrong, wanted, tolerance=1e-2), (wrong, wanted)
+
+
+def test_each_attack_has_a_twin_a_reference_and_a_mark() -> None:
+    for attack in EVERY:
+        assert attack.correct is not None and attack.reference is not None and attack.marks()[0], attack.name
