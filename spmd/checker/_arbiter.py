@@ -210,12 +210,14 @@ class _Turn(NamedTuple):
       ties: Whether numbers may be equal, or zero, where a gradient may be any of several.
       loose: Whether given numbers are replaced by others, which may not be sorted, or a mask.
       driven: Whether they were made to take another side of a choice.
+      finite: Whether all numbers are finite.
     """
 
     draws: Sequence[list[Any]]
     ties: bool = False
     loose: bool = False
     driven: bool = False
+    finite: bool = True
 
 
 class _FailsWhole(NotSimulated):
@@ -286,6 +288,8 @@ class _Program:
                 if turn.driven:
                     continue  # these arguments tell nothing
                 raise
+            if not turn.finite and _part(found.outs, wanted):
+                continue
             differences = self._differences(form, found.outs, wanted, finite=turn.driven)
             if differences and not found.faults:
                 nudged = self._run(turn.draws[-1], self.grad, number if quiet else None, nudged=True)
@@ -341,18 +345,28 @@ class _Program:
         return jax.tree.leaves(pulled(lambda: None, arrays, grad=self.grad)[1])
 
     def _driven(self, reach: Reach, ours: Any, quiet: bool) -> Iterator[_Turn]:
-        """Draws that take sides of choices which no draw before took."""
-        left, start = _DRIVEN, self.turns[0].draws[-1]
-        places = [int(x) for x in self._ordered([np.float64(i) if _is_real(x) else np.int64(i) for i, x in enumerate(start)])]
-        for drive in drives(start, self.fixed, [one.at(places) for one in reach.open]) if reach.open else ():
-            if not left or not reach.open:
+        """Draws that take sides of choices which no draw before took. What takes one is tried with other numbers, too:
+        a negative one may hide what a positive one shows."""
+        starts = [turn.draws[-1] for turn in self.turns if not (turn.ties or turn.loose)]
+        numbered = [np.float64(i) if _is_real(x) else np.int64(i) for i, x in enumerate(starts[0])]
+        places = [int(x) for x in self._ordered(numbered)]
+        aims = [one.at(places) for one in reach.open]
+        for drive in itertools.islice(drives(starts[0], aims) if aims else (), _DRIVEN):
+            if not reach.open:
                 return
-            left -= 1
-            with contextlib.suppress(NotSimulated):
-                taken = self._run(drive.arrays, self.grad, _NOISE[0] if quiet else None)(ours, choices=reach.choices).taken
-                if not reach.adds(taken):
-                    continue
-            yield _Turn([drive.arrays], loose=not drive.kept, ties=drive.ties, driven=True)
+            loose = not drive.keeps and any(self.fixed[i] for i in drive.places)
+            for number, start in enumerate(starts[:: _POSITIVE]):
+                turn = _Turn([drive.of(start)], ties=drive.ties, loose=loose, driven=True, finite=drive.finite)
+                if number == 0 and not self._reaches(turn, reach, ours, quiet):
+                    break
+                yield turn
+
+    def _reaches(self, turn: _Turn, reach: Reach, ours: Any, quiet: bool) -> bool:
+        """Return whether these arguments take a side that none before took."""
+        with contextlib.suppress(NotSimulated):
+            run = self._run(turn.draws[0], self.grad, _NOISE[0] if quiet else None)
+            return reach.adds(run(ours, choices=reach.choices).taken)
+        return False
 
     def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Runner, ours: Any, base: Any) -> Trial:
         """The same trial, which tells what differs, on which meshes, and from where on."""
@@ -519,9 +533,9 @@ class _Program:
     def _differences(
         self, form: _Form, *both: Sequence[Array], exact: bool = False, finite: bool = False
     ) -> list[Difference]:
-        """Return how numbers differ from others; with `exact` in any digit, with `finite` where both are finite."""
+        """Return how numbers differ from others; with `exact` in any digit, with `finite` where the others are finite."""
         if finite:
-            known = [_is_finite(x) & _is_finite(y) for x, y in zip(*both, strict=True)]
+            known = [_is_finite(wanted) for _, wanted in zip(*both, strict=True)]
             both = tuple([np.where(k, x, 0) for k, x in zip(known, one, strict=True)] for one in both)
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in both)
         gradients = max(map(largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
@@ -661,6 +675,12 @@ def _has_numbers(x: Any) -> bool:
 
 def _is_finite(x: Array) -> Array:
     return np.isfinite(x) if x.dtype.kind in "fc" else np.ones(x.shape, bool)
+
+
+def _part(found: Sequence[Array], wanted: Sequence[Array]) -> bool:
+    """Return whether some numbers are finite on one side alone. Of infinite arguments that tells nothing: 0 times one of
+    them is nan, and what is left out is not."""
+    return any((_is_finite(x) != _is_finite(y)).any() for x, y in zip(found, wanted, strict=True))
 
 
 def _is_real(x: Any) -> bool:

@@ -28,9 +28,10 @@ from spmd.checker._ranges import ANY, Range, range_of, ranges
 Key = tuple[int, ...]  # an equation and those around it, by their `id`
 Side = tuple[str, Any]  # a question to a choice, and an answer
 
-SIDE, TIE, APART = "side", "tie", "apart"
+SIDE, TIE, APART, LARGE = "side", "tie", "apart", "large"
 
-_LARGE, _SMALL = 1e4, 1e-4  # by which arguments are multiplied
+_TIMES = (1e4, 1e-4)  # by which arguments are multiplied
+_OVERFLOWS = 700.0  # beyond which an exponential is infinite, or zero
 _NUMBERS = 6  # of a program, that arguments are made equal to
 _SEVERAL = 6  # sets of arguments that are made large while the others are not
 
@@ -65,7 +66,8 @@ class Unreached(NamedTuple):
     Attributes:
       what: The primitive that decides.
       line: The user's line.
-      question: `SIDE`; `TIE`, where equal elements were never drawn; `APART`, where devices never decided differently.
+      question: `SIDE`; `TIE`, where equal elements were never drawn; `APART`, where devices never decided differently;
+        `LARGE`, where no number was large enough to overflow.
       taken: The sides that some draw took.
     """
 
@@ -75,8 +77,15 @@ class Unreached(NamedTuple):
     taken: frozenset[Any] = frozenset()
 
     def __str__(self) -> str:
-        text = {SIDE: "the other side of", TIE: "a tie in", APART: "devices that decide differently in"}[self.question]
-        return f"{text} {self.what} at {self.line}"
+        return f"{_TEXTS[self.question]} {self.what} at {self.line}"
+
+
+_TEXTS = {
+    SIDE: "the other side of",
+    TIE: "a tie in",
+    APART: "devices that decide differently in",
+    LARGE: "an overflow in",
+}
 
 
 # --- what each choice is ----------------------------------------------------------------------------------------------
@@ -155,7 +164,9 @@ CHOICES: dict[str, tuple[Answers, Needs]] = {
     **dict.fromkeys(("and", "or", "reduce_and", "reduce_or"), (_answers, lambda eqn: {SIDE: 2} if _is_bool(eqn) else {})),
     **dict.fromkeys(("max", "min"), (_larger, _always(side=2))),
     "clamp": (_clamped, _always(side=3)),
-    **dict.fromkeys(("sign", "floor", "ceil", "round"), (_answers, _always(side=2))),
+    "sign": (lambda eqn, lead, operands, outs: set(np.unique(numbers_of(outs[0])).tolist()), _always(side=3)),
+    **dict.fromkeys(("floor", "ceil", "round"), (_answers, _always(side=2))),
+    **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh"), (_NONE, _always(large=1))),
     "convert_element_type": (_answers, lambda eqn: {SIDE: 2} if _loses_digits(eqn) else {}),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
     "sort": (_NONE, _ordered),
@@ -177,6 +188,10 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
         yield SIDE, one
     if TIE in needs(eqn) and _tied(eqn, lead, operands, outs):
         yield TIE, True
+    if LARGE in needs(eqn):
+        x = np.abs(operands[0])
+        yield from [(LARGE, True)] * bool((np.isfinite(x) & (x > _OVERFLOWS)).any())
+        return
     asked = operands[0] if eqn.primitive.name in ("cond", "select_n") else outs[0]
     if asked.ndim == lead and asked.size > 1:  # one number for each device, and not the same one by how it is made
         yield "alone", True
@@ -263,7 +278,7 @@ def _possible(eqn: Equation, given: Sequence[Range], outs: Sequence[_Made]) -> i
         low, x, high = given
         return 1 + (x.low < low.high) + (x.high > high.low)
     if eqn.primitive.name == "sign":
-        return (given[0].low < 0) + (given[0].high > 0)
+        return (given[0].low < 0) + (given[0].high > 0) + (given[0].low <= 0 <= given[0].high)
     known = outs[0].range
     return int(min(known.high - known.low, 1)) + 1
 
@@ -326,7 +341,8 @@ class Reach:
 
     def adds(self, more: Mapping[Key, set[Side]]) -> bool:
         """Return whether a draw shows more than those before."""
-        return any(self._lacking(key) - self._lacking(key, more[key]) for key in more)
+        new = ((key, question) for key in more for question, _ in more[key] - self._taken.get(key, set()))
+        return any(question in self._lacking(key, more[key]) | self._lacking(key) for key, question in new)
 
     def _lacking(self, key: Key, more: Collection[Side] = ()) -> set[str]:
         answers = self._taken.get(key, set()) | set(more)
@@ -357,59 +373,58 @@ class Reach:
 
 
 class Drive(NamedTuple):
-    """Arguments that may take another side.
+    """A change of arguments that may take another side.
 
     Attributes:
-      arrays: The arguments.
-      kept: Whether given arrays stay what they may be: sorted, or a mask.
-      ties: Whether numbers may be equal, or zero.
+      places: The arguments that change.
+      new: From such an argument to another one.
+      keeps: Whether given arrays stay what they may be: sorted, or a mask.
+      finite: Whether numbers stay finite.
+      ties: Whether numbers become equal, or zero.
     """
 
-    arrays: list[Any]
-    kept: bool
+    places: Collection[int]
+    new: Callable[[Array], Any]
+    keeps: bool = False
+    finite: bool = True
     ties: bool = False
 
+    def of(self, arrays: Sequence[Any]) -> list[Any]:
+        """The arguments, changed."""
+        return [_cast(self.new(np.asarray(x)), x) if i in self.places else x for i, x in enumerate(arrays)]
 
-def drives(arrays: Sequence[Any], fixed: Sequence[bool], aims: Sequence[Choice]) -> Iterator[Drive]:
-    """Arguments that may take the sides which are left, the likely ones first.
+
+def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
+    """Changes of arguments that may take the sides which are left, the likely ones first.
 
     Args:
       arrays: The arguments of a draw.
-      fixed: Of which of them the user gave the numbers, and more than one.
       aims: The choices that have such sides.
     """
     reads = sorted(frozenset[int]().union(*(one.reads for one in aims)))
     numbers = list(dict.fromkeys(x for one in aims for x in one.numbers))[:_NUMBERS]
-    of = {kind: [i for i in reads if _kind(arrays[i]) == kind] for kind in ("float", "int", "bool")}
-
-    def drive(kind: str, new: Callable[[Array], Any], *, scales: bool = False, ties: bool = False) -> Drive:
-        return changed(of[kind], new, scales or kind == "bool", ties)
-
-    def changed(places: Collection[int], new: Callable[[Array], Any], kept: bool, ties: bool = False) -> Drive:
-        out = [_cast(new(np.asarray(x)), x) if i in places else x for i, x in enumerate(arrays)]
-        return Drive(out, kept or not any(fixed[i] for i in places), ties)
-
-    half = lambda y: lambda x: np.where(_half(x), y(x) if callable(y) else y, x)
-    if of["int"]:
+    floats, ints, flags = ([i for i in reads if _kind(arrays[i]) == kind] for kind in ("float", "int", "bool"))
+    times = lambda by: lambda x: x * by
+    if ints:
         near = (y for x in numbers if x == int(x) for y in (x, x + 1, x - 1))
-        yield from (drive("int", half(x)) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
-    if of["bool"]:
-        yield from (drive("bool", new) for x in (True, False) for new in (half(x), lambda a, x=x: np.full_like(a, x)))
-    if not of["float"]:
+        yield from (Drive(ints, _half(x)) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
+        yield Drive(ints, lambda x: x % 2, ties=True)
+    if flags:
+        yield from (Drive(flags, new, keeps=True) for x in (True, False) for new in (_half(x), _every(x), _half(x, last=True)))
+    if not floats:
         return
-    for by in (_LARGE, _SMALL):
-        yield drive("float", lambda x, by=by: x * by, scales=True)
-        yield drive("float", half(lambda x, by=by: x * by), scales=True)
-    yield from (drive("float", lambda x, y=y: np.where(_first(x), y, x), scales=True) for y in (np.inf, np.nan))
-    yield drive("float", half(0), ties=True)
-    yield drive("float", np.negative)
+    for by in _TIMES:
+        yield Drive(floats, times(by), keeps=True)
+        yield from (Drive(floats, _half(times(by), last), keeps=True) for last in (False, True))
+    yield Drive(floats, np.sign, ties=True)
+    yield Drive(floats, _half(0), ties=True)
+    yield from (Drive(floats, _first(x), keeps=True, finite=False) for x in (np.inf, np.nan))
+    yield Drive(floats, np.negative)
     for x in numbers:
-        yield from (drive("float", half(y), ties=True) for y in (x * 1.5 + 1e-3, x * 0.5 - 1e-3, x))
-    yield drive("float", np.round, ties=True)
-    for several in list(subsets(of["float"]))[:_SEVERAL]:
-        for by in (_LARGE, _SMALL):
-            yield changed(several, lambda x, by=by: x * by, True)
-    yield drive("float", np.zeros_like, ties=True)
+        yield from (Drive(floats, _half(y), ties=True) for y in (x * 1.5 + 1e-3, x * 0.5 - 1e-3, x))
+    for several in list(subsets(floats))[:_SEVERAL]:
+        yield from (Drive(several, times(by), keeps=True) for by in _TIMES)
+    yield Drive(floats, np.zeros_like, ties=True)
 
 
 def _kind(x: Any) -> str:
@@ -430,18 +445,24 @@ def _cast(new: Array, like: Any) -> Array:
     return np.asarray(new).astype(dtype)
 
 
-def _half(x: Array) -> Array:
-    """The first half of an array along its first dimension that has several elements: some blocks of it, and not all."""
-    place = next((d for d, n in enumerate(x.shape) if n > 1), None)
-    if place is None:
-        return np.ones(x.shape, bool)
-    shape = [-1 if d == place else 1 for d in range(x.ndim)]
-    return np.broadcast_to(np.arange(x.shape[place]).reshape(shape) < x.shape[place] // 2, x.shape)
+def _every(y: Any) -> Callable[[Array], Array]:
+    return lambda x: np.full_like(x, y)
 
 
-def _first(x: Array) -> Array:
-    """The first element alone."""
-    found = np.zeros(x.shape, bool)
-    if x.size:
-        found[(0,) * x.ndim] = True
-    return found
+def _half(y: Any, last: bool = False) -> Callable[[Array], Array]:
+    """Change one half of an array, along its first dimension that has several elements: some blocks, and not all."""
+
+    def new(x: Array) -> Array:
+        place = next((d for d, n in enumerate(x.shape) if n > 1), None)
+        if place is None:
+            return np.broadcast_to(y(x) if callable(y) else y, x.shape)
+        shape = [-1 if d == place else 1 for d in range(x.ndim)]
+        chosen = (np.arange(x.shape[place]) < x.shape[place] // 2).reshape(shape) != last
+        return np.where(chosen, y(x) if callable(y) else y, x)
+
+    return new
+
+
+def _first(y: float) -> Callable[[Array], Array]:
+    """Change the first element alone."""
+    return lambda x: np.where(np.arange(x.size).reshape(x.shape) == 0, y, x)

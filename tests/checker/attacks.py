@@ -167,9 +167,9 @@ def overclaim(attack: Attack, found: Any) -> str:
     if verdict.kind not in ("tested", "not tested"):
         return f"{verdict}"
     lines, texts = attack.marks()
-    reasons = [one for one in verdict.reasons if not one.startswith(OTHERS)]
+    reasons = [*verdict.unreached, *(one for one in verdict.reasons if not one.startswith(OTHERS))]
     named = any(re.search(rf"\b{re.escape(line)}\b", one) for line in lines for one in reasons)
-    told = any(re.search(rf"\b{re.escape(text)}\b", one) for text in texts for one in verdict.reasons)
+    told = any(re.search(rf"\b{re.escape(text)}\b", one) for text in texts for one in (*verdict.unreached, *verdict.reasons))
     return "" if named or told else f"{verdict}"
 
 
