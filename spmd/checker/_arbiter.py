@@ -36,7 +36,7 @@ from spmd.checker._arguments import drawn
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._reach import Reach, Unreached, drives
+from spmd.checker._reach import LARGE, Reach, Unreached, drives
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
     COUNTS,
@@ -276,7 +276,7 @@ class _Program:
         meant: Trial | None = None
         read: tuple[Reading, ...] = ()
         told: set[Any] = set()  # what has numbers in some draw: where all are NaN, nothing is compared
-        reach = Reach.of(ours, self._ordered(self.structs), form.results) if draws is None else Reach({}, (), 0)
+        reach = Reach.of(ours, base, self._ordered(self.structs), form.results) if draws is None else Reach({}, (), 0)
         turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
         for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
@@ -352,6 +352,8 @@ class _Program:
         places = [int(x) for x in self._ordered(numbered)]
         aims = [one.at(places) for one in reach.open]
         for drive in itertools.islice(drives(starts[0], aims) if aims else (), _DRIVEN):
+            if not drive.scales:
+                reach.give_up(LARGE)
             if not reach.open:
                 return
             loose = not drive.keeps and any(self.fixed[i] for i in drive.places)
@@ -360,6 +362,7 @@ class _Program:
                 if number == 0 and not self._reaches(turn, reach, ours, quiet):
                     break
                 yield turn
+        reach.give_up(LARGE)
 
     def _reaches(self, turn: _Turn, reach: Reach, ours: Any, quiet: bool) -> bool:
         """Return whether these arguments take a side that none before took."""

@@ -32,11 +32,14 @@ class Outside(NotSimulated):
 
 
 stay_inside = contextvars.ContextVar("stay_inside", default=False)  # whether an index that leaves its array is an error
+leaving: contextvars.ContextVar[list[bool]] = contextvars.ContextVar("leaving", default=[])  # gets True where one does
 
 
 def _check_inside(fits: Array) -> None:
-    if stay_inside.get() and not fits.all():
-        raise Outside("an index leaves its array")
+    if not fits.all():
+        leaving.get().append(True)
+        if stay_inside.get():
+            raise Outside("an index leaves its array")
 
 
 def wide_dtype(dtype: Any) -> Any:

@@ -28,7 +28,7 @@ from spmd.checker._ranges import ANY, Range, range_of, ranges
 Key = tuple[int, ...]  # an equation and those around it, by their `id`
 Side = tuple[str, Any]  # a question to a choice, and an answer
 
-SIDE, TIE, APART, LARGE = "side", "tie", "apart", "large"
+SIDE, TIE, APART, BEYOND, LARGE = "side", "tie", "apart", "beyond", "large"
 
 _TIMES = (1e4, 1e-4)  # by which arguments are multiplied
 _OVERFLOWS = 700.0  # beyond which an exponential is infinite, or zero
@@ -67,7 +67,7 @@ class Unreached(NamedTuple):
       what: The primitive that decides.
       line: The user's line.
       question: `SIDE`; `TIE`, where equal elements were never drawn; `APART`, where devices never decided differently;
-        `LARGE`, where no number was large enough to overflow.
+        `BEYOND`, where no index left its block.
       taken: The sides that some draw took.
     """
 
@@ -84,7 +84,7 @@ _TEXTS = {
     SIDE: "the other side of",
     TIE: "a tie in",
     APART: "devices that decide differently in",
-    LARGE: "an overflow in",
+    BEYOND: "an index beyond the block in",
 }
 
 
@@ -155,6 +155,16 @@ _always = lambda **needs: lambda eqn: needs
 _ordered = lambda eqn: {TIE: 1} if len(eqn.invars) > eqn.params["num_keys"] else {}
 _NONE: Answers = lambda *_: set()
 
+# What takes or puts elements at indices: its operand, and which operands are indices.
+_INDEXED = {
+    "gather": slice(1, 2),
+    "dynamic_slice": slice(1, None),
+    "dynamic_update_slice": slice(2, None),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter_add", "scatter-sub", "scatter_sub"), slice(1, 2)),
+    **dict.fromkeys(("scatter-mul", "scatter_mul", "scatter-min", "scatter_min"), slice(1, 2)),
+    **dict.fromkeys(("scatter-max", "scatter_max"), slice(1, 2)),
+}
+
 # For each primitive that decides by value: the answers that some numbers give, and how many answers there are. A sort
 # whose equal elements cannot be told apart has none.
 CHOICES: dict[str, tuple[Answers, Needs]] = {
@@ -170,6 +180,7 @@ CHOICES: dict[str, tuple[Answers, Needs]] = {
     "convert_element_type": (_answers, lambda eqn: {SIDE: 2} if _loses_digits(eqn) else {}),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
     "sort": (_NONE, _ordered),
+    **dict.fromkeys(_INDEXED, (_NONE, _always(beyond=1))),
 }  # fmt: skip
 _BOUNDS = ("max", "min", "clamp")
 
@@ -191,6 +202,7 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
     if LARGE in needs(eqn):
         x = np.abs(operands[0])
         yield from [(LARGE, True)] * bool((np.isfinite(x) & (x > _OVERFLOWS)).any())
+    if LARGE in needs(eqn) or BEYOND in needs(eqn):
         return
     asked = operands[0] if eqn.primitive.name in ("cond", "select_n") else outs[0]
     if asked.ndim == lead and asked.size > 1:  # one number for each device, and not the same one by how it is made
@@ -214,14 +226,15 @@ class _Reads(Domain):
 
     Attributes:
       keys: The arguments that are keys of random numbers.
+      whole: The shapes of what is indexed where nothing is divided, by primitive and line.
       sizes: The mesh axes around the walk.
       found: The choices that arguments decide.
       beyond: The lines of integers that are larger than their type allows.
     """
 
-    def __init__(self, keys: Collection[int]) -> None:
+    def __init__(self, keys: Collection[int], whole: Mapping[tuple[str, str], Collection[Any]]) -> None:
         super().__init__()
-        self.keys = frozenset(keys)
+        self.keys, self.whole = frozenset(keys), whole
         self.sizes: dict[str, int] = {}
         self.found: dict[Key, Choice] = {}
         self.beyond: dict[str, None] = {}
@@ -251,10 +264,13 @@ class _Reads(Domain):
     def _kept(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
         if eqn.primitive.name not in CHOICES:
             return outs
-        reads = _all_reads(operands[:1] if eqn.primitive.name in ("select_n", "cond", "sort") else operands)
+        decides = slice(0, 1) if eqn.primitive.name in ("select_n", "cond", "sort") else slice(None)
+        reads = _all_reads(operands[_INDEXED.get(eqn.primitive.name, decides)])
         needs = dict(CHOICES[eqn.primitive.name][1](eqn))
         if SIDE in needs:
             needs[SIDE] = min(needs[SIDE], _possible(eqn, [one.range for one in operands], outs))
+        if BEYOND in needs and shape_of(eqn.invars[0]) in self.whole.get((eqn.primitive.name, line_of(eqn)), ()):
+            return outs  # it is not divided
         # A bound on a number that keys alone make belongs to how it is drawn.
         drawn = reads <= self.keys and eqn.primitive.name in ("max", "min", "clamp", "convert_element_type")
         meant = drawn or per_shard_reason(eqn, self.callers) is not None
@@ -278,7 +294,8 @@ def _possible(eqn: Equation, given: Sequence[Range], outs: Sequence[_Made]) -> i
         low, x, high = given
         return 1 + (x.low < low.high) + (x.high > high.low)
     if eqn.primitive.name == "sign":
-        return (given[0].low < 0) + (given[0].high > 0) + (given[0].low <= 0 <= given[0].high)
+        sides = (given[0].low < 0) + (given[0].high > 0)
+        return max(sides, 1 + (given[0].low <= 0 <= given[0].high))
     known = outs[0].range
     return int(min(known.high - known.low, 1)) + 1
 
@@ -303,20 +320,26 @@ class Reach:
         self.choices = choices
         self._results = results
         self._depends = depends  # for each result whether it is made of arguments
+        self._asked = frozenset((SIDE, TIE, APART, BEYOND, LARGE))
         self._taken: dict[Key, set[Side]] = {}
         self._numbers: list[set[Any]] = [set() for _ in depends]  # at most two of those of each result
 
     @classmethod
-    def of(cls, jaxpr: Any, arrays: Sequence[Any], results: int) -> Self:
+    def of(cls, jaxpr: Any, base: Any, arrays: Sequence[Any], results: int) -> Self:
         """The choices of a program that its arguments decide, but for those inside of this package: what its operations
         do is tested where they are.
 
         Args:
           jaxpr: The program.
+          base: The same where nothing is divided.
           arrays: Its arguments, or structs of them.
           results: How many results it has, which stand behind its gradients.
         """
-        reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)])
+        whole: dict[tuple[str, str], set[Any]] = {}
+        for eqn in equations(base):
+            if eqn.primitive.name in _INDEXED:
+                whole.setdefault((eqn.primitive.name, line_of(eqn)), set()).add(shape_of(eqn.invars[0]))
+        reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)], whole)
         outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
         at: dict[str, dict[float, None]] = {}
         for eqn in equations(jaxpr) if reads.found else ():
@@ -324,6 +347,8 @@ class Reach:
                 if isinstance(atom, Literal) and np.ndim(atom.val) == 0 and jnp.issubdtype(atom.aval.dtype, jnp.number):
                     number = float(np.real(atom.val))
                     at.setdefault(line_of(eqn), {}).update({number: None} if math.isfinite(number) else {})
+        for (_, line), shapes in whole.items():
+            at.setdefault(line, {}).update(dict.fromkeys(float(n - 1) for shape in shapes for n in shape))
         everywhere = dict.fromkeys(x for some in at.values() for x in some)
         found = {key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()}
         return cls(found, [bool(one.reads) for one in outs], results)
@@ -344,11 +369,15 @@ class Reach:
         new = ((key, question) for key in more for question, _ in more[key] - self._taken.get(key, set()))
         return any(question in self._lacking(key, more[key]) | self._lacking(key) for key, question in new)
 
+    def give_up(self, question: str) -> None:
+        """Ask this no more: draws that should have answered it did not."""
+        self._asked = self._asked - {question}
+
     def _lacking(self, key: Key, more: Collection[Side] = ()) -> set[str]:
         answers = self._taken.get(key, set()) | set(more)
         alone = ("alone", True) in answers and self.choices[key].forward
         needs = {**self.choices[key].needs, **({APART: 1} if alone else {})}
-        return {q for q, n in needs.items() if sum(asked == q for asked, _ in answers) < n}
+        return {q for q, n in needs.items() if q in self._asked and sum(asked == q for asked, _ in answers) < n}
 
     @property
     def open(self) -> list[Choice]:
@@ -381,6 +410,7 @@ class Drive(NamedTuple):
       keeps: Whether given arrays stay what they may be: sorted, or a mask.
       finite: Whether numbers stay finite.
       ties: Whether numbers become equal, or zero.
+      scales: Whether they become large or small.
     """
 
     places: Collection[int]
@@ -388,6 +418,7 @@ class Drive(NamedTuple):
     keeps: bool = False
     finite: bool = True
     ties: bool = False
+    scales: bool = False
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
         """The arguments, changed."""
@@ -405,6 +436,9 @@ def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
     numbers = list(dict.fromkeys(x for one in aims for x in one.numbers))[:_NUMBERS]
     floats, ints, flags = ([i for i in reads if _kind(arrays[i]) == kind] for kind in ("float", "int", "bool"))
     times = lambda by: lambda x: x * by
+    for by in _TIMES if floats else ():
+        yield Drive(floats, times(by), keeps=True, scales=True)
+        yield from (Drive(floats, _half(times(by), last), keeps=True, scales=True) for last in (False, True))
     if ints:
         near = (y for x in numbers if x == int(x) for y in (x, x + 1, x - 1))
         yield from (Drive(ints, _half(x)) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
@@ -413,9 +447,6 @@ def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
         yield from (Drive(flags, new, keeps=True) for x in (True, False) for new in (_half(x), _every(x), _half(x, last=True)))
     if not floats:
         return
-    for by in _TIMES:
-        yield Drive(floats, times(by), keeps=True)
-        yield from (Drive(floats, _half(times(by), last), keeps=True) for last in (False, True))
     yield Drive(floats, np.sign, ties=True)
     yield Drive(floats, _half(0), ties=True)
     yield from (Drive(floats, _first(x), keeps=True, finite=False) for x in (np.inf, np.nan))

@@ -45,11 +45,12 @@ from spmd.checker._primitives import (
     compute,
     draws,
     generator,
+    leaving,
     numbers_of,
     stay_inside,
     wide_dtype,
 )
-from spmd.checker._reach import CHOICES, Key, Side, key_of, sides
+from spmd.checker._reach import BEYOND, CHOICES, Key, Side, key_of, sides
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
@@ -150,12 +151,13 @@ def simulate(
     machine.noise, machine.numbers = noise, numbers or {}
     machine.shifts, machine.rounds = [] if shifted else None, {} if keep else None
     machine.choices, machine.keep = choices, machine.watch if choices else None
-    before = stay_inside.set(inside)
+    before, before_leaving = stay_inside.set(inside), leaving.set(machine.leaving)
     try:
         with _arithmetic():
             outs = walk(jaxpr, [np.asarray(x) for x in args], machine)
     finally:
         stay_inside.reset(before)
+        leaving.reset(before_leaving)
     machine.read(outs)
     known = {} if machine.rounds is None else machine.known | machine.rounds
     return Run(
@@ -206,6 +208,7 @@ class Simulator(Domain):
       rounded: How much is rounded at most, because bits of numbers are computed with.
       choices: The equations of which it is kept which sides they take.
       taken: These sides.
+      leaving: Whether an index left its array since the last equation.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -223,6 +226,7 @@ class Simulator(Domain):
         self.rounded = 0.0
         self.choices: Container[Key] = ()
         self.taken: dict[Key, set[Side]] = {}
+        self.leaving: list[bool] = []
         self._left = most
 
     @property
@@ -263,7 +267,9 @@ class Simulator(Domain):
     def watch(self, eqn: Equation, operands: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
         """Keep which sides a choice takes."""
         if eqn.primitive.name in CHOICES and (key := key_of(eqn, self.callers)) in self.choices:
-            self.taken.setdefault(key, set()).update(sides(eqn, self.lead, operands, outs))
+            left = [(BEYOND, True)] * bool(self.leaving)
+            self.taken.setdefault(key, set()).update(left or sides(eqn, self.lead, operands, outs))
+        self.leaving.clear()
         return outs
 
     def plain(self, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
