@@ -15,7 +15,7 @@ from spmd._jaxprs.lines import call_site, line_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, opened, walk
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding
-from spmd.checker._reach import CHOICES, Unreached
+from spmd.checker._reach import BEYOND, CHOICES, Unreached
 from spmd.checker._state import QUIET, State
 
 _DECIDED: frozenset[int] = frozenset((0,))  # what an open choice decided by unfinished pieces; no equation has this id
@@ -49,7 +49,7 @@ class _Hanging(Domain):
     def __init__(self, about: Collection[int], left: Collection[Unreached], checked: Engine) -> None:
         super().__init__()
         self.about, self.checked = about, checked
-        self.open = {(one.what, one.line): one.taken for one in left}
+        self.open = {(one.what, one.line): one.taken for one in left if one.question != BEYOND}
         self.aside = 0
         self.hanging: set[int] = set()
         self.keep = self._kept

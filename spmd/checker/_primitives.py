@@ -32,14 +32,17 @@ class Outside(NotSimulated):
 
 
 stay_inside = contextvars.ContextVar("stay_inside", default=False)  # whether an index that leaves its array is an error
-leaving: contextvars.ContextVar[list[bool]] = contextvars.ContextVar("leaving", default=[])  # gets True where one does
+leaving: contextvars.ContextVar[set[str]] = contextvars.ContextVar("leaving")  # gets at which end one does
 
 
-def _check_inside(fits: Array) -> None:
-    if not fits.all():
-        leaving.get().append(True)
+def _check_inside(index: Array, room: int) -> Array:
+    """Return where windows that start here lie within an array."""
+    ends = {"below": index < 0, "above": index > room}
+    if beyond := {end for end, there in ends.items() if there.any()}:
+        leaving.get(set()).update(beyond)
         if stay_inside.get():
             raise Outside("an index leaves its array")
+    return ~(ends["below"] | ends["above"])
 
 
 def wide_dtype(dtype: Any) -> Any:
@@ -341,7 +344,7 @@ def _starts(lead: int, indices: Sequence[Array], room: Sequence[int]) -> tuple[t
     """The devices that have their own, and where a window starts on each: within the array, as JAX moves it."""
     front = np.broadcast_shapes(*(i.shape[:lead] for i in indices)) if indices else (1,) * lead
     for i, n in zip(indices, room, strict=True):
-        _check_inside((i >= 0) & (i <= n))
+        _check_inside(i, n)
     return front, [np.broadcast_to(np.clip(i, 0, n), front) for i, n in zip(indices, room, strict=True)]
 
 
@@ -426,8 +429,7 @@ def _places(
         begin = np.zeros((1,) * (indices.ndim - 1), np.int64)
         if d in starts:
             begin = indices[..., list(starts).index(d)].astype(np.int64)
-            fits = (begin >= 0) & (begin <= n - m)
-            _check_inside(fits)
+            fits = _check_inside(begin, n - m)
             if mode == jax.lax.GatherScatterMode.FILL_OR_DROP:
                 inside = inside & beside(fits)
             begin = np.clip(begin, 0, n - m)

@@ -180,7 +180,7 @@ CHOICES: dict[str, tuple[Answers, Needs]] = {
     "convert_element_type": (_answers, lambda eqn: {SIDE: 2} if _loses_digits(eqn) else {}),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
     "sort": (_NONE, _ordered),
-    **dict.fromkeys(_INDEXED, (_NONE, _always(beyond=1))),
+    **dict.fromkeys(_INDEXED, (_NONE, _always(beyond=2))),
 }  # fmt: skip
 _BOUNDS = ("max", "min", "clamp")
 

@@ -208,7 +208,7 @@ class Simulator(Domain):
       rounded: How much is rounded at most, because bits of numbers are computed with.
       choices: The equations of which it is kept which sides they take.
       taken: These sides.
-      leaving: Whether an index left its array since the last equation.
+      leaving: At which ends an index left its array since the last equation.
     """
 
     rules: ClassVar[dict[str, Rule]] = {}
@@ -226,7 +226,7 @@ class Simulator(Domain):
         self.rounded = 0.0
         self.choices: Container[Key] = ()
         self.taken: dict[Key, set[Side]] = {}
-        self.leaving: list[bool] = []
+        self.leaving: set[str] = set()
         self._left = most
 
     @property
@@ -267,7 +267,7 @@ class Simulator(Domain):
     def watch(self, eqn: Equation, operands: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
         """Keep which sides a choice takes."""
         if eqn.primitive.name in CHOICES and (key := key_of(eqn, self.callers)) in self.choices:
-            left = [(BEYOND, True)] * bool(self.leaving)
+            left = {(BEYOND, end) for end in self.leaving}
             self.taken.setdefault(key, set()).update(left or sides(eqn, self.lead, operands, outs))
         self.leaving.clear()
         return outs

@@ -254,7 +254,7 @@ def test_types_that_are_hidden_are_not_a_mistake():
 
 
 def test_the_arguments_themselves_are_compared_too():
-    """Random numbers have no ties."""
+    """Random numbers have no ties: a draw is given some, because `argmax` decides by them."""
 
     def last(x):  # of equal maxima the last device's, and jnp.argmax takes the first
         most = lax.pmax(x.max(), "dp")
@@ -262,9 +262,10 @@ def test_the_arguments_themselves_are_compared_too():
         return lax.pmax(here, "dp")
 
     argmax, x = kernel("n/dp -> scalar", last), jnp.array([1.0, 5, 2, 3, 0, 1, 5, 2])
-    assert argmax(x) == 6 and not spmd.check(argmax, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    [finding] = spmd.check(argmax, x)
-    assert finding.kind == "numbers" and spmd.check(argmax, x.at[6].set(0.0)).verdict.kind == "tested"
+    assert argmax(x) == 6
+    for given in (jax.ShapeDtypeStruct(x.shape, x.dtype), x):
+        [finding] = spmd.check(argmax, given)
+        assert finding.kind == "numbers"
 
 
 def test_a_verdict_counts_the_findings_that_may_be_meant():

@@ -211,18 +211,17 @@ def test_a_line_is_innocent_if_only_right_results_depend_on_it() -> None:
     assert spmd.check(kernel(hidden), x).verdict.kind == "wrong"
 
 
-def test_what_numbers_do_not_show_is_not_proved() -> None:
-    """No trial comes to the bound, below which each device would scale by its own norm."""
+def test_a_bound_is_driven_at() -> None:
+    """Beyond the bound each device would scale by its own norm. No ordinary number comes to it."""
     clipped = kernel("n/dp -> n/dp", lambda g: g * jnp.minimum(1.0, 1e3 / jnp.linalg.norm(g)))
-    verdict = spmd.check(clipped, X[0]).verdict
-    assert verdict.kind == "tested" and "Types suspect" in str(verdict) and "test_verdict.py" in str(verdict)
+    assert spmd.check(clipped, X[0]).verdict.kind == "wrong"
 
 
 def test_gradients_that_cannot_be_taken_are_named() -> None:
     """A maximum over the devices has no derivative in JAX: the results alone are compared, and that is said."""
     largest = spmd.kernel("b/dp -> scalar", mesh=spmd.make_mesh(dp=2))(lambda x: jax.lax.pmax(x.max(), "dp"))
     verdict = spmd.check(largest, jax.ShapeDtypeStruct((8,), "float32")).verdict
-    assert verdict.kind == "proved"
+    assert verdict.kind == "tested"
     assert "the results are those of one device. Gradients are not compared: it fails on mesh dp=2" in str(verdict), (
         verdict
     )
