@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-import spmd
 from tests.checker.attacks import ATTACKS, Attack, outcome, overclaim, same
 from tests.sampler import share
 
@@ -15,13 +14,13 @@ a_share = pytest.mark.parametrize("attack", share(EVERY), ids=lambda one: one.na
 @a_share
 def test_a_verdict_says_no_more_than_was_looked_at(attack: Attack) -> None:
     """The mistake is found, or the verdict names the side that no draw took."""
-    found = spmd.check(attack.program(attack.mistaken), *attack.given)
+    found = attack.checked(attack.mistaken)
     assert not overclaim(attack, found), f"{attack.name}, {attack.marks()}"
 
 
 @a_share
 def test_its_twin_is_called_right(attack: Attack) -> None:
-    found = spmd.check(attack.program(attack.correct), *attack.given)
+    found = attack.checked(attack.correct)
     assert not found, str(found)
     assert found.verdict.kind in ("proved", "tested"), str(found.verdict)
 
@@ -29,7 +28,7 @@ def test_its_twin_is_called_right(attack: Attack) -> None:
 @a_share
 def test_numbers_say_which_one_is_right(attack: Attack) -> None:
     """On devices and in plain JAX, with the arguments that show it."""
-    wanted = outcome(attack, attack.around(attack.reference))
+    wanted = outcome(attack, attack.on_whole_arrays())
     right, wrong = (outcome(attack, attack.on_devices(body)) for body in (attack.correct, attack.mistaken))
     assert same(right, wanted), (right, wanted)
     assert not same(wrong, wanted, tolerance=1e-2), (wrong, wanted)
