@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
+from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.walker import equations
+from spmd.checker._arbiter import collecting
 from tests.checker.attacks import ATTACKS, Attack, outcome, overclaim, same
 from tests.sampler import share
 
@@ -34,6 +38,15 @@ def test_numbers_say_which_one_is_right(attack: Attack) -> None:
     assert not same(wrong, wanted, tolerance=1e-2), (wrong, wanted)
 
 
-def test_each_attack_has_a_twin_a_reference_and_a_mark() -> None:
+@a_share
+def test_a_marked_line_is_a_part_of_the_program(attack: Attack) -> None:
+    """Else no verdict could name it."""
+    with collecting(True):
+        program = jax.make_jaxpr(attack.traced(attack.mistaken))(*attack.given)
+    lines = {str(line_of(eqn)).rpartition(" ")[0].rpartition("/")[2] for eqn in equations(program)}
+    assert not lines.isdisjoint(attack.marks()[0]), (attack.marks()[0], sorted(lines))
+
+
+def test_each_attack_has_a_twin_and_a_reference() -> None:
     for attack in EVERY:
-        assert attack.correct is not None and attack.reference is not None and attack.marks()[0], attack.name
+        assert attack.correct is not None and attack.reference is not None, attack.name
