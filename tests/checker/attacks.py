@@ -190,8 +190,9 @@ def overclaim(attack: Attack, found: Any) -> str:
         return f"{verdict}"
     lines, texts = attack.marks()
     reasons = [one for one in verdict.reasons if not one.startswith(OTHERS)]
-    named = any(re.search(rf"\b{re.escape(line)}\b", one) for line in lines for one in reasons)
-    told = any(re.search(rf"\b{re.escape(text)}\b", one) for text in texts for one in verdict.reasons)
+    said = lambda text, one: re.search(rf"(?<!\w){re.escape(text)}(?!\w)", one)
+    named = any(said(line, one) for line in lines for one in reasons)
+    told = any(said(text, one) for text in texts for one in verdict.reasons)
     return "" if named or told else f"{verdict}"
 
 
@@ -850,6 +851,7 @@ skipped_after_a_spike.whole(lambda x, usual: jnp.where((x * x).mean() * (1 + jnp
 
 
 LABELS = np.array([3, 1, -100, 2, -100, -100, 0, 4], np.int32)
+MORE_LABELS = np.array([1, 3, 5, 7, 0, 2, -100, 4], np.int32)
 
 
 def _losses(logits, labels):
@@ -2346,6 +2348,113 @@ def _(x):
 
 
 tiles_in_a_scan.whole(lambda x: x.max(0))
+
+
+# -------------------- with verbs and layers of ours
+
+
+@attack("b/dp d/tp, d/tp f -> b/dp f", f32(4, 8), f32(8, 6), shows=(normal(4, 8, scale=1e3), normal(8, 6)), verbs=True)
+def clamped_before_our_psum(x, w):
+    """The string says that terms of a sum are clamped, and no draw leaves the bounds."""
+    y = spmd.einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f {U:tp}")
+    return spmd.psum(jnp.clip(y, -1e3, 1e3), "b/dp f {U:tp} -> b/dp f")  # unreached
+
+
+@clamped_before_our_psum.right
+def _(x, w):
+    return jnp.clip(spmd.einsum(x, w, "b/dp d/tp, d/tp f -> b/dp f"), -1e3, 1e3)
+
+
+clamped_before_our_psum.whole(lambda x, w: jnp.clip(x @ w, -1e3, 1e3))
+
+
+def _descended(length):
+    """A step of training inside of a kernel, with weights that are divided."""
+
+    def step(x, w):
+        def loss(w):
+            whole = spmd.all_gather(w, "d/dp -> d")
+            return spmd.reduce((x @ whole) ** 2, "b/dp -> scalar", "mean")
+
+        g = spmd.grad(loss)(w)
+        return w - g * jnp.minimum(1.0, 1e3 / length(g))  # unreached
+
+    return step
+
+
+STEEP_ROWS = (normal(8, 16, scale=1e3), normal(16, seed=1))
+
+
+@attack("b/dp d, d/dp -> d/dp", f32(8, 16), f32(16), shows=STEEP_ROWS, verbs=True, helpers=(_descended,))
+def divided_gradient_clipped_by_its_block(x, w):
+    return _descended(norm)(x, w)
+
+
+divided_gradient_clipped_by_its_block.right(_descended(lambda g: total_norm(g, "dp")))
+
+
+@divided_gradient_clipped_by_its_block.whole
+def _(x, w):
+    g = jax.grad(lambda w: ((x @ w) ** 2).mean())(w)
+    return w - g * jnp.minimum(1.0, 1e3 / norm(g))
+
+
+@attack("b/dp d, scalar -> d", f32(8, 6), i32(), shows=(normal(8, 6), np.int32(1000)), verbs=True)
+def vouched_for_in_the_warm_up(x, step):
+    """What is vouched for holds on one side."""
+    g = jnp.where(step < 1000, lax.psum(x.sum(0), "dp"), x.sum(0))  # unreached
+    return lax.pmean(spmd.assert_equal(g, "dp", why="it is summed"), "dp")
+
+
+@vouched_for_in_the_warm_up.right
+def _(x, step):
+    g = lax.psum(x.sum(0), "dp")
+    return lax.pmean(spmd.assert_equal(g, "dp", why="it is summed"), "dp")
+
+
+vouched_for_in_the_warm_up.whole(lambda x, step: x.sum(0))
+
+
+@attack(
+    "b/dp s v, b/dp s -> scalar",
+    f32(8, 2, 8),
+    i32(8, 2),
+    shows=(normal(8, 2, 8), np.stack([LABELS, MORE_LABELS], 1)),
+    verbs=True,
+)
+def mean_of_the_means_of_our_layer(logits, labels):
+    """The layer leaves out what is to be ignored, and a mean over devices counts it alike on each."""
+    loss = spmd.nn.cross_entropy(logits, labels, ignore=-100, reduction="none")
+    mean = loss.sum() / (labels != -100).sum().astype(loss.dtype)  # unreached
+    return lax.pmean(mean, "dp")
+
+
+@mean_of_the_means_of_our_layer.right
+def _(logits, labels):
+    return spmd.nn.cross_entropy(logits, labels, ignore=-100, dp="dp")
+
+
+@mean_of_the_means_of_our_layer.whole
+def _(logits, labels):
+    losses = _losses(logits.reshape(-1, 8), labels.reshape(-1))
+    return (losses * (labels.reshape(-1) != -100)).sum() / (labels != -100).sum()
+
+
+@attack("n/dp d -> d", f32(16, 8), shows=changed(normal(16, 8), slice(4), -50.0), verbs=True)
+def largest_or_a_constant_of_each_block(x):
+    """A maximum that is at least -10, by block: the smallest of these is taken."""
+    largest = jnp.maximum(spmd.reduce(lax.stop_gradient(x), "n/dp d -> d", "max"), -1e3)
+    least = jnp.where(x.max() > -20.0, 0.0, 1.0)  # unreached
+    return largest + spmd.reduce(least[None], "k/dp -> scalar", "sum")
+
+
+@largest_or_a_constant_of_each_block.right
+def _(x):
+    largest = jnp.maximum(spmd.reduce(lax.stop_gradient(x), "n/dp d -> d", "max"), -1e3)
+    return largest + jnp.where(largest.max() > -20.0, 0.0, 1.0)
+
+
+largest_or_a_constant_of_each_block.whole(lambda x: jnp.maximum(x.max(0), -1e3) + jnp.where(x.max() > -20, 0.0, 1.0))
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from spmd._jaxprs.lines import line_of
 from spmd._jaxprs.walker import equations
+from spmd.checker import Finding, Findings, Verdict
 from spmd.checker._arbiter import collecting
 from tests.checker.attacks import ATTACKS, Attack, outcome, overclaim, same
 from tests.sampler import share
@@ -50,3 +51,17 @@ def test_a_marked_line_is_a_part_of_the_program(attack: Attack) -> None:
 def test_each_attack_has_a_twin_and_a_reference() -> None:
     for attack in EVERY:
         assert attack.correct is not None and attack.reference is not None, attack.name
+
+
+def test_what_says_too_much() -> None:
+    """A verdict that is no word, or a word about something else, is not enough; a finding or the line is."""
+    one = next(attack for attack in EVERY if attack.marks()[1] == ["result"])
+    [line] = one.marks()[0]
+    verdicts = lambda kind, *reasons: overclaim(one, Findings((), verdict=Verdict(kind, reasons)))
+    assert verdicts("proved", f"all but {line} (body)")
+    assert verdicts("tested", "On tp=4 the results are those of one device")
+    assert verdicts("tested", f"Types suspect tests/checker/{line} (body), and numbers do not show it")
+    assert verdicts("tested", f"no draw took the other side at {line}0 (body)")
+    assert not verdicts("tested", "On tp=4", f"no draw took the other side at tests/checker/{line} (body)")
+    assert not verdicts("not tested", "all numbers of result are zero")
+    assert not overclaim(one, Findings((Finding("a rule", certain=False),), verdict=Verdict("tested", ())))
