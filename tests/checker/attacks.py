@@ -2419,7 +2419,7 @@ vouched_for_in_the_warm_up.whole(lambda x, step: x.sum(0))
     "b/dp s v, b/dp s -> scalar",
     f32(8, 2, 8),
     i32(8, 2),
-    shows=(normal(8, 2, 8), np.stack([LABELS, MORE_LABELS], 1)),
+    shows=(normal(8, 2, 8, scale=4.0), np.stack([LABELS, MORE_LABELS], 1)),
     verbs=True,
 )
 def mean_of_the_means_of_our_layer(logits, labels):
