@@ -43,7 +43,8 @@ def test_each_verdict(kind: str) -> None:
     with jax.set_mesh(spmd.make_mesh(**SIZES)):
         found = spmd.check(PROGRAMS[kind], X[0] if kind == "tested" else X)
     assert found.verdict.kind == kind
-    assert found.to_dict()["verdict"] == {"kind": kind, "reasons": list(found.verdict.reasons)}
+    told = {"reasons": list(found.verdict.reasons), "unreached": list(found.verdict.unreached)}
+    assert found.to_dict()["verdict"] == {"kind": kind, **told}
     assert bool(found) == (kind == "wrong")
 
 
