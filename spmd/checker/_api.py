@@ -17,11 +17,12 @@ from spmd._jaxprs.traces import FlatProgram
 from spmd._jaxprs.walker import Variable, equations, opened
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import Trial, collecting, first_body, is_traced, too_large, tried
-from spmd.checker._arguments import fewer_devices, names_of, smaller
+from spmd.checker._arguments import few, fewer_devices, names_of, smaller
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
+from spmd.checker._reach import WAY
 from spmd.checker._state import State
 from spmd.checker._verdict import (
     Verdict,
@@ -125,14 +126,22 @@ def _tried(
     devices. `asked` is what `tried` is asked."""
     mesh, found = first_body(traced.jaxpr).params["mesh"], too_large(sizes)
     if fewer_devices(sizes) == sizes:
-        found = tried(run, arrays, mesh, sizes, traced=traced, **asked)
+        found = tried(run, arrays, mesh, sizes, traced=traced, given=traced, **asked)
     for most in (4, 2):
         if not found.large:
             break
         fewer = fewer_devices(sizes, most)
         allowed = lambda given, fewer=fewer: is_traced(run, given, mesh, fewer)
-        given, _ = smaller(names_of(traced.jaxpr, arrays, sizes, [fewer]), arrays, allowed)
-        found = tried(run, given, mesh, fewer, **asked, written=sizes)
+        names = names_of(traced.jaxpr, arrays, sizes, [fewer])
+        same = names.of_blocks(sizes)
+        for given, chosen in ((names.resized(arrays, same), same), smaller(names, arrays, allowed)):
+            if chosen is same and not (few(given) and allowed(given)):
+                continue
+            found = tried(run, given, mesh, fewer, **asked, written=sizes, given=traced)
+            changed = {name: (n, was) for (name, was), n in chosen.items() if n != was}
+            found = replace(found, whole=sizes, names=changed)
+            if not any(one.question == WAY for one in found.unreached) and not found.large:
+                break
     return found
 
 

@@ -36,7 +36,7 @@ from spmd.checker._arguments import drawn
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._reach import LARGE, Reach, Unreached, drives
+from spmd.checker._reach import LARGE, Reach, Unreached, drives, left_by_sizes
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
     COUNTS,
@@ -94,6 +94,8 @@ class Trial:
       underived: Why gradients were not compared, where the program has none.
       unreached: The sides of choices that no draw took.
       flat: The results and gradients that were one number in all draws.
+      whole: The sizes of the mesh that the program is given, if those are others.
+      names: For each name whose size is another one, that size and the one that is given.
       first: Where values begin to differ; asked where something does.
     """
 
@@ -114,6 +116,8 @@ class Trial:
     underived: str = ""
     unreached: tuple[Unreached, ...] = ()
     flat: tuple[str, ...] = ()
+    whole: Mapping[str, int] | None = None
+    names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     first: Callable[[], Located] = field(default=Located, compare=False)
 
     @property
@@ -155,6 +159,7 @@ def tried(
     traced: FlatProgram | None = None,
     reference: Callable[..., Any] | None = None,
     written: Mapping[str, int] | None = None,
+    given: FlatProgram | None = None,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -168,12 +173,13 @@ def tried(
       traced: The program as it was traced on its mesh, if it was.
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
       written: The sizes for which the program may have numbers of its own, if those are others.
+      given: The program at the sizes that it is asked about, if a trial has to say what these alone have.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return too_large(sizes)
-    program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes), Trial(sizes)
+    program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes, given), Trial(sizes)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
     turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
     for grad, draws in turns:
@@ -236,8 +242,9 @@ class _Program:
         traced: FlatProgram | None,
         reference: Callable[..., Any] | None,
         written: Mapping[str, int],
+        at_given: FlatProgram | None,
     ) -> None:
-        self.reference, self.written = reference, written
+        self.reference, self.written, self.at_given = reference, written, at_given
         self.shifts: list[str] = []
         self.rounded = 0.0
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
@@ -326,7 +333,10 @@ class _Program:
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
         shown = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
         flat = tuple(labelled(form.paths()[i]) for i in reach.flat)
-        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=reach.unreached, flat=flat)
+        left = reach.unreached
+        if self.at_given is not None:
+            left += tuple(left_by_sizes(self.at_given.jaxpr, self.forward[*sizes.items(), "explicit"].jaxpr))
+        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=left, flat=flat)
         return self._but_for_nan(shown, form, told)
 
     def _wanted(

@@ -60,6 +60,7 @@ def _keys(x: jax.ShapeDtypeStruct, seed: int) -> Any:
 
 _MOST = 64  # devices of a mesh that is taken as it is
 _FEW = 4  # devices along an axis of a larger one
+_NUMBERS = 2**15  # in arguments that keep the sizes of their blocks
 
 Key = tuple[str, int]  # a name, and its size
 Place = tuple[int, int]  # an argument, and one of its dimensions
@@ -70,6 +71,11 @@ def fewer_devices(sizes: Mapping[str, int], most: int = _FEW) -> dict[str, int]:
     small = lambda n: max((k for k in range(2, most + 1) if n % k == 0), default=n)
     large = math.prod(sizes.values()) > _MOST or most < _FEW
     return {axis: small(n) if large else n for axis, n in sizes.items()}
+
+
+def few(arrays: Sequence[Any]) -> bool:
+    """Return whether there are few enough numbers to compute with them many times."""
+    return sum(math.prod(np.shape(x)) for x in arrays) <= _NUMBERS
 
 
 class Names:
@@ -131,6 +137,16 @@ class Names:
                 taken.add(min(small, key[1]))
                 found[key] = small
         return found
+
+    def of_blocks(self, sizes: Mapping[str, int]) -> dict[Key, int]:
+        """The size of each name where its blocks are as large as on a mesh of these sizes: Python that looks at a block
+        takes the same way."""
+        parts: dict[Key, int] = {}
+        for dims, known in self._dims.values():
+            for atom in (atom for dim, _ in dims for atom in dim.atoms if atom.name in known):
+                key = self._root((atom.name, known[atom.name]))
+                parts[key] = math.lcm(math.prod(sizes[axis] for axis in atom.axes or ()), parts.get(key, 1))
+        return {key: max(key[1] // parts[key], 1) * self.parts.get(key, 1) for key in parts}
 
     def resized(self, arrays: Sequence[Any], chosen: Mapping[Key, int]) -> list[Any]:
         """The arguments with other sizes of these names. One that no kernel is given is as another one of its shape."""

@@ -18,19 +18,21 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.facts import per_shard_reason
-from spmd._jaxprs.lines import call_site, is_transposed, line_of
+from spmd._jaxprs.lines import call_site, is_ours, is_transposed, line_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, shape_of, walk
 from spmd._trees.leaves import held_dtype, is_key, is_key_type
 from spmd.checker._numbers import subsets
-from spmd.checker._primitives import Array, numbers_of
+from spmd.checker._primitives import SAME, Array, numbers_of
 from spmd.checker._ranges import ANY, Range, range_of, ranges
 
 Key = tuple[int, ...]  # an equation and those around it, by their `id`
 Side = tuple[str, Any]  # a question to a choice, and an answer
 
 SIDE, TIE, APART, BEYOND, LARGE = "side", "tie", "apart", "beyond", "large"
+WAY, WRAPS = "way", "wraps"
 
 _TIMES = (1e4, 1e-4)  # by which arguments are multiplied
+_MANY = 64  # sides of one choice
 _OVERFLOWS = 700.0  # beyond which an exponential is infinite, or zero
 _NUMBERS = 6  # of a program, that arguments are made equal to
 _SEVERAL = 6  # sets of arguments that are made large while the others are not
@@ -67,7 +69,8 @@ class Unreached(NamedTuple):
       what: The primitive that decides.
       line: The user's line.
       question: `SIDE`; `TIE`, where equal elements were never drawn; `APART`, where devices never decided differently;
-        `BEYOND`, where no index left its block.
+        `BEYOND`, where no index left its block; `WAY`, where Python goes at the sizes given alone; `WRAPS`, where numbers
+        are beyond their type at these sizes.
       taken: The sides that some draw took.
     """
 
@@ -142,10 +145,32 @@ def _is_bool(eqn: Equation) -> bool:
     return eqn.outvars[0].aval.dtype == np.bool_
 
 
-def _loses_digits(eqn: Equation) -> bool:
-    """Return whether a conversion is a decision: of a number to an integer, or to a boolean."""
+def _converts(eqn: Equation) -> Mapping[str, int]:
+    """A conversion decides if it cuts digits off, or if the new type has not all numbers of the old one."""
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
-    return not is_key_type(old) and not jnp.issubdtype(new, jnp.inexact) and jnp.issubdtype(old, jnp.inexact)
+    if is_key_type(old) or jnp.issubdtype(new, jnp.inexact) or old == np.bool_:
+        return {}
+    narrow = jnp.issubdtype(old, jnp.inexact) or (new != np.bool_ and np.dtype(new).itemsize < np.dtype(old).itemsize)
+    return {SIDE: 2} if narrow else {}
+
+
+def _converted(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    x = numbers_of(operands[0])
+    if x.dtype.kind not in "iu":
+        return _two(outs[0])
+    info = jnp.iinfo(eqn.params["new_dtype"])
+    fits = (x >= info.min) & (x <= info.max)
+    return {side for side, there in (("in", fits), ("beyond", ~fits)) if there.any()}
+
+
+def _divided(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    rank = len(shape_of(eqn.outvars[0]))
+    x, y = (np.abs(z).reshape(z.shape[:lead] + (1,) * rank if z.ndim == lead else z.shape) for z in operands)
+    return {side for side, there in (("in", x < y), ("beyond", x >= y)) if there.any()}
+
+
+def _is_whole(eqn: Equation) -> Mapping[str, int]:
+    return {SIDE: 2} if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer) else {}
 
 
 Answers = Callable[[Equation, int, Sequence[Array], Sequence[Array]], set[Any]]
@@ -177,7 +202,9 @@ CHOICES: dict[str, tuple[Answers, Needs]] = {
     "sign": (lambda eqn, lead, operands, outs: set(np.unique(numbers_of(outs[0])).tolist()), _always(side=3)),
     **dict.fromkeys(("floor", "ceil", "round"), (_answers, _always(side=2))),
     **dict.fromkeys(("exp", "exp2", "expm1", "sinh", "cosh"), (_NONE, _always(large=1))),
-    "convert_element_type": (_answers, lambda eqn: {SIDE: 2} if _loses_digits(eqn) else {}),
+    "convert_element_type": (_converted, _converts),
+    "rem": (_divided, _always(side=2)),
+    "div": (_divided, _is_whole),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
     "sort": (_NONE, _ordered),
     **dict.fromkeys(_INDEXED, (_NONE, _always(beyond=2))),
@@ -214,6 +241,9 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
 # --- which choices a program has --------------------------------------------------------------------------------------
 
 
+_SHAPES = frozenset(("reshape", "broadcast_in_dim", "squeeze", "transpose", "jit", "pjit", *SAME))
+
+
 class _Made(NamedTuple):
     """What a value is made of: the arguments, by number, and between which numbers it lies."""
 
@@ -229,7 +259,9 @@ class _Reads(Domain):
       whole: The shapes of what is indexed where nothing is divided, by primitive and line.
       sizes: The mesh axes around the walk.
       found: The choices that arguments decide.
-      beyond: The lines of integers that are larger than their type allows.
+      ways: The primitives at each line, but for those that change nothing but a shape.
+      fixed: The answers of the choices that sizes alone decide, by primitive and line.
+      beyond: The primitives and lines of numbers that are larger than their type allows.
     """
 
     def __init__(self, keys: Collection[int], whole: Mapping[tuple[str, str], Collection[Any]]) -> None:
@@ -237,7 +269,9 @@ class _Reads(Domain):
         self.keys, self.whole = frozenset(keys), whole
         self.sizes: dict[str, int] = {}
         self.found: dict[Key, Choice] = {}
-        self.beyond: dict[str, None] = {}
+        self.ways: dict[tuple[str, str], None] = {}
+        self.fixed: dict[tuple[str, str], frozenset[Any]] = {}
+        self.beyond: dict[tuple[str, str], None] = {}
         self.keep = self._kept
 
     def constant(self, var: Variable | None, value: Any) -> _Made:
@@ -258,17 +292,23 @@ class _Reads(Domain):
     def step(self, eqn: Equation, operands: Sequence[_Made]) -> list[_Made]:
         found, beyond = ranges(eqn, [one.range for one in operands], self.sizes)
         if beyond:
-            self.beyond[line_of(eqn, self.callers)] = None
+            self.beyond[eqn.primitive.name, line_of(eqn, self.callers)] = None
         return [_Made(_all_reads(operands), found)] * len(eqn.outvars)
 
     def _kept(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
+        if eqn.primitive.name not in _SHAPES and not is_ours(eqn):
+            self.ways[eqn.primitive.name, line_of(eqn, self.callers)] = None
         if eqn.primitive.name not in CHOICES:
             return outs
         decides = slice(0, 1) if eqn.primitive.name in ("select_n", "cond", "sort") else slice(None)
         reads = _all_reads(operands[_INDEXED.get(eqn.primitive.name, decides)])
         needs = dict(CHOICES[eqn.primitive.name][1](eqn))
         if SIDE in needs:
-            needs[SIDE] = min(needs[SIDE], _possible(eqn, [one.range for one in operands], outs))
+            can = _possible(eqn, [one.range for one in operands], outs)
+            needs[SIDE] = min(needs[SIDE], len(can))
+            if not reads and call_site(eqn, self.callers) is not None:
+                at = eqn.primitive.name, line_of(eqn, self.callers)
+                self.fixed[at] = self.fixed.get(at, frozenset()) | can
         if BEYOND in needs and shape_of(eqn.invars[0]) in self.whole.get((eqn.primitive.name, line_of(eqn)), ()):
             return outs  # it is not divided
         # A bound on a number that keys alone make belongs to how it is drawn.
@@ -283,21 +323,30 @@ class _Reads(Domain):
         return outs
 
 
-def _possible(eqn: Equation, given: Sequence[Range], outs: Sequence[_Made]) -> int:
-    """How many answers numbers of these ranges can give."""
-    if eqn.primitive.name in ("select_n", "cond"):
-        return int(min(given[0].high, 1e9) - max(given[0].low, 0)) + 1
-    if eqn.primitive.name in ("max", "min"):
+def _possible(eqn: Equation, given: Sequence[Range], outs: Sequence[_Made]) -> frozenset[Any]:
+    """The answers that numbers of these ranges can give."""
+    name = eqn.primitive.name
+    if name in ("select_n", "cond"):
+        return frozenset(range(int(max(given[0].low, 0)), int(min(given[0].high, _MANY)) + 1))
+    if name in ("max", "min"):
         x, y = given
-        return (x.high > y.low) + (y.high > x.low)
-    if eqn.primitive.name == "clamp":
+        return frozenset(side for side, can in ((0, x.high > y.low), (1, y.high > x.low)) if can)
+    if name == "clamp":
         low, x, high = given
-        return 1 + (x.low < low.high) + (x.high > high.low)
-    if eqn.primitive.name == "sign":
-        sides = (given[0].low < 0) + (given[0].high > 0)
-        return max(sides, 1 + (given[0].low <= 0 <= given[0].high))
+        return frozenset(("in", *["low"] * (x.low < low.high), *["high"] * (x.high > high.low)))
+    if name == "sign":
+        x = given[0]
+        ends = [-1] * (x.low < 0) + [1] * (x.high > 0)
+        return frozenset(ends if len(ends) > 1 else (*ends, *[0] * (x.low <= 0 <= x.high)))
+    if name in ("rem", "div"):
+        x, y = given
+        most, least = max(abs(x.low), abs(x.high)), 0 if y.low <= 0 <= y.high else min(abs(y.low), abs(y.high))
+        return frozenset(("in", *["beyond"] * (most >= least)))
+    if name == "convert_element_type" and not jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact):
+        info = jnp.iinfo(eqn.params["new_dtype"])
+        return frozenset(("in", *["beyond"] * (given[0].low < info.min or given[0].high > info.max)))
     known = outs[0].range
-    return int(min(known.high - known.low, 1)) + 1
+    return frozenset((known.low, known.high)[: 2 if known.high > known.low else 1])
 
 
 def _all_reads(several: Sequence[_Made]) -> frozenset[int]:
@@ -396,6 +445,35 @@ class Reach:
     def flat(self) -> list[int]:
         """The results that are made of arguments, and were one number in all draws."""
         return [i for i, (own, some) in enumerate(zip(self._depends, self._numbers, strict=True)) if own and len(some) < 2]
+
+
+# --- what the sizes that are tried do not show -------------------------------------------------------------------------
+
+
+def left_by_sizes(given: Any, tried: Any) -> list[Unreached]:
+    """What a program does at the sizes given, and not at those at which it was tried.
+
+    Python may take another way, positions come to a literal that small ones stay below, and numbers leave their type.
+
+    Args:
+      given: The program at the sizes given.
+      tried: The same at other ones, or the same.
+    """
+    whole, small = (_walked(jaxpr) for jaxpr in (given, tried))
+    found = [Unreached(what, line, WRAPS) for what, line in whole.beyond]
+    if given is not tried:
+        new = whole.ways.keys() - small.ways.keys()
+        found += [Unreached(*at, WAY) for at in whole.ways if at in new]
+        wider = (at for at, can in whole.fixed.items() if not can <= small.fixed.get(at, can))
+        found += [Unreached(*at, SIDE) for at in wider]
+    return list({(one.line, one.question): one for one in reversed(found)}.values())[::-1]
+
+
+def _walked(jaxpr: Any) -> _Reads:
+    arrays = jaxpr.in_avals
+    reads = _Reads([i for i, x in enumerate(arrays) if is_key_type(getattr(x, "dtype", None))], {})
+    walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
+    return reads
 
 
 # --- draws that take other sides --------------------------------------------------------------------------------------

@@ -125,7 +125,14 @@ def _compared(trial: Trial) -> str:
     are = "differ from" if trial.wrong else "are"
     whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
     quiet = ", with one number in place of all random ones, which depend on the mesh" if trial.quiet else ""
-    return f"On {mesh_text(trial.sizes).removeprefix('mesh ')} the {what} {are} those of {whole}{quiet}"
+    return f"On {_sizes_text(trial)} the {what} {are} those of {whole}{quiet}"
+
+
+def _sizes_text(trial: Trial) -> str:
+    """Return the mesh and the sizes at which numbers were compared, and those that were given."""
+    axes = trial.whole or trial.sizes
+    pairs = {**{axis: (n, axes[axis]) for axis, n in trial.sizes.items()}, **trial.names}
+    return ", ".join(f"{name}={n}" + f" (given {was:,})" * (n != was) for name, (n, was) in pairs.items())
 
 
 def confirmed(
