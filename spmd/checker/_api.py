@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,8 @@ from spmd.errors import ReplicationError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes
 from spmd.modes import interpreted
+
+_UNEQUAL = (3, 2, 4)  # the sizes of the axes of a mesh that most programs were not written for
 
 _MEANT = "its numbers depend on the sizes of axes, as a raw shard_map may mean: reference= tells what it means"
 
@@ -142,7 +145,26 @@ def _tried(
             found = replace(found, whole=sizes, names=changed)
             if not any(one.question == WAY for one in found.unreached) and not found.large:
                 break
-    return found
+    return found if found.wrong or found.why else _on_unequal_axes(run, arrays, traced, sizes, found, asked)
+
+
+def _on_unequal_axes(
+    run: Callable[..., Any],
+    arrays: Sequence[Any],
+    traced: FlatProgram,
+    sizes: Mapping[str, int],
+    found: Trial,
+    asked: Mapping[str, Any],
+) -> Trial:
+    """Return what numbers say, if they say the same on a mesh of which no two axes have one size, and none has one device:
+    the size of an axis may stand for that of another one, a power of 2 for any number, and 1 for nothing."""
+    unequal = dict(zip(sizes, itertools.cycle(_UNEQUAL), strict=False))
+    mesh, names = first_body(traced.jaxpr).params["mesh"], names_of(traced.jaxpr, arrays, sizes, [unequal])
+    given = names.resized(arrays, names.smallest())
+    if asked.get("reference") or not is_traced(run, given, mesh, unequal):
+        return found
+    other = tried(run, given, mesh, unequal, once=True, gradients=False, written=sizes)
+    return other if other.wrong else found
 
 
 def check_jaxpr(

@@ -94,6 +94,7 @@ class Trial:
       underived: Why gradients were not compared, where the program has none.
       unreached: The sides of choices that no draw took.
       flat: The results and gradients that were one number in all draws.
+      captured: The arrays that the program closes over and that are one number, as zeros are.
       whole: The sizes of the mesh that the program is given, if those are others.
       names: For each name whose size is another one, that size and the one that is given.
       first: Where values begin to differ; asked where something does.
@@ -116,6 +117,7 @@ class Trial:
     underived: str = ""
     unreached: tuple[Unreached, ...] = ()
     flat: tuple[str, ...] = ()
+    captured: tuple[str, ...] = ()
     whole: Mapping[str, int] | None = None
     names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     first: Callable[[], Located] = field(default=Located, compare=False)
@@ -160,6 +162,7 @@ def tried(
     reference: Callable[..., Any] | None = None,
     written: Mapping[str, int] | None = None,
     given: FlatProgram | None = None,
+    once: bool = False,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -174,6 +177,7 @@ def tried(
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
       written: The sizes for which the program may have numbers of its own, if those are others.
       given: The program at the sizes that it is asked about, if a trial has to say what these alone have.
+      once: Whether one draw is enough.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
@@ -182,10 +186,11 @@ def tried(
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes, given), Trial(sizes)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
     turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
+    turns = [(False, 1)] if once else turns
     for grad, draws in turns:
         try:
             trial = program.tried(grad, draws=draws)
-            if trial.wrong or draws is None:
+            if trial.wrong or draws is None or once:
                 quieted = functools.partial(program.quieted, grad)
                 return replace(trial, quieted=quieted, underived=found.why or trial.underived)
         except _Failed as error:
@@ -251,7 +256,8 @@ class _Program:
         given = all(map(_has_numbers, arrays))
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
         free = lambda x: np.size(x) == 1 or jnp.issubdtype(x.dtype, jnp.inexact)  # drawn anew where it is one number
-        alike = not given or bool(reference) or all(is_key(x) or (_is_constant(x) and free(x)) for x in arrays)
+        open_ones = lambda x: is_key(x) or not _has_numbers(x) or (_is_constant(x) and free(x))
+        alike = bool(reference) or all(map(open_ones, arrays))
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
             seeds = range(len(_SCALES) if real or not given else 1)
@@ -261,6 +267,11 @@ class _Program:
                 self.turns.append(_Turn([list(arrays)], ties=True))
             if not alike:
                 self.turns += [_Turn([_filled(arrays, seed, False, "")], loose=True) for seed in (0, 1)]
+            counts = [_has_numbers(x) and np.size(x) == 1 and _is_integer(x) for x in arrays]
+            if any(counts) and not reference:
+                first = self.turns[0].draws[-1]
+                more = [x + np.ones((), x.dtype) if own else x for own, x in zip(counts, first, strict=True)]
+                self.turns.append(_Turn([more, first], loose=True))
         self.fixed = [_has_numbers(x) and np.size(x) > 1 for x in arrays]
         self.structs = _structs_of(self.turns[0].draws[-1])
         self.specs = list(map(_typed_spec, arrays))
@@ -336,7 +347,7 @@ class _Program:
         left = reach.unreached
         if self.at_given is not None:
             left += tuple(left_by_sizes(self.at_given.jaxpr, self.forward[*sizes.items(), "explicit"].jaxpr))
-        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=left, flat=flat)
+        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=left, flat=flat, captured=tuple(f"{x.dtype}{list(x.shape)}" for x in reach.captured))
         return self._but_for_nan(shown, form, told)
 
     def _wanted(
@@ -694,6 +705,10 @@ def _part(found: Sequence[Array], wanted: Sequence[Array]) -> bool:
     """Return whether some numbers are finite on one side alone. Of infinite arguments that tells nothing: 0 times one of
     them is nan, and what is left out is not."""
     return any((_is_finite(x) != _is_finite(y)).any() for x, y in zip(found, wanted, strict=True))
+
+
+def _is_integer(x: Any) -> bool:
+    return jnp.issubdtype(held_dtype(x), jnp.integer)
 
 
 def _is_real(x: Any) -> bool:

@@ -197,7 +197,9 @@ def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int]) -> t
     if dtype == np.bool_:
         return Range(max(found.low, 0), min(found.high, 1)), False
     if not jnp.issubdtype(dtype, jnp.integer):
-        return found, False
+        counts = eqn.primitive.name in _COUNTS and jnp.issubdtype(dtype, jnp.floating)
+        exact = 2.0 ** (jnp.finfo(dtype).nmant + 1) if counts else math.inf  # up to here each whole number is one
+        return found, any(math.isfinite(x) and abs(x) > exact for x in found)
     info = jnp.iinfo(dtype)
     beyond = any(math.isfinite(x) and not info.min <= x <= info.max for x in found)
     if beyond or jnp.issubdtype(dtype, jnp.unsignedinteger):  # which wraps, as hashes mean it to
@@ -205,4 +207,5 @@ def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int]) -> t
     return found, False
 
 
+_COUNTS = frozenset(("iota", "reduce_sum", "cumsum", "psum", "psum_invariant"))
 _SUMS = frozenset(("psum", "psum_invariant", "reduce_scatter"))

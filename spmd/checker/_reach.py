@@ -59,7 +59,7 @@ class Choice(NamedTuple):
 
     def at(self, places: Sequence[int]) -> Choice:
         """The same choice of a program that takes its arguments in another order."""
-        return self._replace(reads=frozenset(places[i] for i in self.reads))
+        return self._replace(reads=frozenset(places[i] for i in self.reads if i >= 0))
 
 
 class Unreached(NamedTuple):
@@ -169,6 +169,10 @@ def _divided(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence
     return {side for side, there in (("in", x < y), ("beyond", x >= y)) if there.any()}
 
 
+def _halves(eqn: Equation) -> Mapping[str, int]:
+    return {LARGE: 1} if eqn.outvars[0].aval.dtype == np.float16 else {}
+
+
 def _is_whole(eqn: Equation) -> Mapping[str, int]:
     return {SIDE: 2} if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.integer) else {}
 
@@ -207,6 +211,7 @@ CHOICES: dict[str, tuple[Answers, Needs]] = {
     "div": (_divided, _is_whole),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
     "sort": (_NONE, _ordered),
+    **dict.fromkeys(("add", "mul", "reduce_sum", "dot_general", "psum"), (_NONE, _halves)),
     **dict.fromkeys(_INDEXED, (_NONE, _always(beyond=2))),
 }  # fmt: skip
 _BOUNDS = ("max", "min", "clamp")
@@ -227,8 +232,10 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
     if TIE in needs(eqn) and _tied(eqn, lead, operands, outs):
         yield TIE, True
     if LARGE in needs(eqn):
-        x = np.abs(operands[0])
-        yield from [(LARGE, True)] * bool((np.isfinite(x) & (x > _OVERFLOWS)).any())
+        halves = eqn.outvars[0].aval.dtype == np.float16
+        x = np.abs(outs[0] if halves else operands[0])
+        large = ~np.isfinite(x) if halves else np.isfinite(x) & (x > _OVERFLOWS)
+        yield from [(LARGE, True)] * bool(large.any())
     if LARGE in needs(eqn) or BEYOND in needs(eqn):
         return
     asked = operands[0] if eqn.primitive.name in ("cond", "select_n") else outs[0]
@@ -245,7 +252,7 @@ _SHAPES = frozenset(("reshape", "broadcast_in_dim", "squeeze", "transpose", "jit
 
 
 class _Made(NamedTuple):
-    """What a value is made of: the arguments, by number, and between which numbers it lies."""
+    """What a value is made of: arguments, by number, and captured arrays; and between which numbers it lies."""
 
     reads: frozenset[int] = frozenset()
     range: Range = ANY
@@ -259,6 +266,8 @@ class _Reads(Domain):
       whole: The shapes of what is indexed where nothing is divided, by primitive and line.
       sizes: The mesh axes around the walk.
       found: The choices that arguments decide.
+      captured: For the `id` of each array that the program closes over, the negative number that it has in what values are
+        made of, and the array.
       ways: The primitives at each line, but for those that change nothing but a shape.
       fixed: The answers of the choices that sizes alone decide, by primitive and line.
       beyond: The primitives and lines of numbers that are larger than their type allows.
@@ -269,13 +278,17 @@ class _Reads(Domain):
         self.keys, self.whole = frozenset(keys), whole
         self.sizes: dict[str, int] = {}
         self.found: dict[Key, Choice] = {}
+        self.captured: dict[int, tuple[int, Any]] = {}
         self.ways: dict[tuple[str, str], None] = {}
         self.fixed: dict[tuple[str, str], frozenset[Any]] = {}
         self.beyond: dict[tuple[str, str], None] = {}
         self.keep = self._kept
 
     def constant(self, var: Variable | None, value: Any) -> _Made:
-        return _Made(range=range_of(value))
+        if var is None or value is None or not hasattr(value, "dtype"):
+            return _Made(range=range_of(value))
+        self.captured.setdefault(id(value), (-1 - len(self.captured), value))
+        return _Made(frozenset((self.captured[id(value)][0],)), range_of(value))
 
     def join(self, one: _Made, other: _Made) -> _Made:
         return _Made(one.reads | other.reads, one.range.widened(other.range))
@@ -309,11 +322,15 @@ class _Reads(Domain):
             if not reads and call_site(eqn, self.callers) is not None:
                 at = eqn.primitive.name, line_of(eqn, self.callers)
                 self.fixed[at] = self.fixed.get(at, frozenset()) | can
+        if not needs:
+            return outs
         if BEYOND in needs and shape_of(eqn.invars[0]) in self.whole.get((eqn.primitive.name, line_of(eqn)), ()):
             return outs  # it is not divided
         # A bound on a number that keys alone make belongs to how it is drawn.
         drawn = reads <= self.keys and eqn.primitive.name in ("max", "min", "clamp", "convert_element_type")
         meant = drawn or per_shard_reason(eqn, self.callers) is not None
+        if LARGE in needs and not any(i >= 0 for i in reads):
+            del needs[LARGE]
         if reads and any(n > (q == SIDE) for q, n in needs.items()) and not meant:
             if (site := call_site(eqn, self.callers)) is not None:
                 key = key_of(eqn, self.callers)
@@ -363,6 +380,7 @@ class Reach:
 
     Attributes:
       choices: The choices.
+      captured: The arrays that the program closes over and that are one number, as zeros are.
     """
 
     def __init__(self, choices: Mapping[Key, Choice], depends: Sequence[bool], results: int) -> None:
@@ -371,7 +389,8 @@ class Reach:
         self._depends = depends  # for each result whether it is made of arguments
         self._asked = frozenset((SIDE, TIE, APART, BEYOND, LARGE))
         self._taken: dict[Key, set[Side]] = {}
-        self._numbers: list[set[Any]] = [set() for _ in depends]  # at most two of those of each result
+        self._bounds: list[tuple[Array, Array]] = []  # between which finite numbers each element of each result was
+        self.captured: Sequence[Any] = ()
 
     @classmethod
     def of(cls, jaxpr: Any, base: Any, arrays: Sequence[Any], results: int) -> Self:
@@ -400,16 +419,21 @@ class Reach:
             at.setdefault(line, {}).update(dict.fromkeys(float(n - 1) for shape in shapes for n in shape))
         everywhere = dict.fromkeys(x for some in at.values() for x in some)
         found = {key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()}
-        return cls(found, [bool(one.reads) for one in outs], results)
+        reach = cls(found, [any(i >= 0 for i in one.reads) for one in outs], results)
+        arrays = (np.asarray(x) for _, x in reads.captured.values() if not is_key(x) and np.size(x) > 1)
+        reach.captured = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact) and (x == x.flat[0]).all()]
+        return reach
 
     def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
         """Take in what a draw has shown, if its results are numbers that can be compared."""
-        finite = [x[np.isfinite(x)] if x.dtype.kind in "fc" else x.ravel() for x in map(numbers_of, results)]
-        for numbers, x in zip(self._numbers, finite, strict=False):
-            if len(numbers) < 2:
-                numbers |= _two(x)
         gradients = len(results) - self._results
-        if all(x.size or not full.size for x, full in zip(finite[gradients:], results[gradients:], strict=True)):
+        values = [np.abs(x) if x.dtype.kind == "c" else x.astype(np.float64) for x in map(numbers_of, results)]
+        ends = [(np.where(np.isfinite(x), x, np.inf), np.where(np.isfinite(x), x, -np.inf)) for x in values]
+        if self._bounds:
+            pairs = zip(self._bounds, ends, strict=True)
+            ends = [(np.minimum(low, x), np.maximum(high, y)) for (low, high), (x, y) in pairs]
+        self._bounds = ends
+        if all(not x.size or np.isfinite(x).any() for x in values[gradients:]):
             for key, answers in more.items():
                 self._taken.setdefault(key, set()).update(answers)
 
@@ -443,8 +467,17 @@ class Reach:
 
     @property
     def flat(self) -> list[int]:
-        """The results that are made of arguments, and were one number in all draws."""
-        return [i for i, (own, some) in enumerate(zip(self._depends, self._numbers, strict=True)) if own and len(some) < 2]
+        """The results that are made of arguments, and have numbers which no draw compared: they are not finite, or always
+        the same. Those of a gradient may be, as of a sum; but not if all are zero."""
+        gradients = len(self._depends) - self._results
+        found = []
+        for i, (own, (low, high)) in enumerate(zip(self._depends, self._bounds, strict=False)):
+            same = low == high
+            still = bool(same.all()) and len(np.unique(low)) == 1 and (i >= gradients or not low.any())
+            stuck = i >= gradients and bool((same & (low != 0)).any())
+            if own and low.size and (still or stuck or (low > high).any()):
+                found.append(i)
+        return found
 
 
 # --- what the sizes that are tried do not show -------------------------------------------------------------------------

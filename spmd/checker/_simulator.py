@@ -262,7 +262,7 @@ class Simulator(Domain):
             raise NotSimulated(f"{eqn.primitive.name} works on a reference")
         if self.noise is not None and draws(eqn):
             return [_alike(self, eqn, operands[0], self.noise)]
-        return compute(eqn, self.lead, given, self.generators)
+        return [_within_halves(x, v) for x, v in zip(compute(eqn, self.lead, given, self.generators), eqn.outvars, strict=True)]
 
     def watch(self, eqn: Equation, operands: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
         """Keep which sides a choice takes."""
@@ -466,6 +466,13 @@ class Simulator(Domain):
             raise Parted(Fault("divergent", eqn, tuple(self.callers), axes))
 
 
+def _within_halves(x: Array, var: Variable) -> Array:
+    """Numbers that float16 does not have are infinite, as they are on a device. No other type is left so soon."""
+    if getattr(var.aval, "dtype", None) != np.float16 or x.dtype.names:
+        return x
+    return np.where(np.abs(x) > float(jnp.finfo(np.float16).max), np.sign(x) * np.inf, x)
+
+
 def _columns(made: Sequence[Sequence[Array]], eqn: Equation, count: int) -> Iterator[list[Array]]:
     for i in range(len(eqn.outvars) - count):
         yield [row[i] for row in made]
@@ -496,7 +503,8 @@ def _reduces(fn: Callable[..., Array]) -> Rule:
         if groups := eqn.params.get("axis_index_groups"):
             return [_within(machine, x, names, groups, fn) for x in operands]
         at = tuple(map(machine.place, names))
-        return [_reduced(fn, machine.full(x, names), at) for x in operands]
+        sums = [_reduced(fn, machine.full(x, names), at) for x in operands]
+        return [_within_halves(x, v) for x, v in zip(sums, eqn.outvars, strict=True)]
 
     return run
 

@@ -113,7 +113,9 @@ def judge(
 
 def unreached(trial: Trial) -> list[str]:
     """Return what no draw showed, in words."""
-    return [*map(str, trial.unreached), *(f"{one}, which is one number in all draws" for one in trial.flat)]
+    flat = (f"numbers of {one}, which are not finite or always the same" for one in trial.flat)
+    captured = (f"other numbers of a captured array, {one}, which is one number" for one in trial.captured)
+    return [*map(str, trial.unreached), *flat, *captured]
 
 
 def _first(lines: Sequence[str]) -> str:
