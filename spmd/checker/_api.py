@@ -129,7 +129,7 @@ def _tried(
     devices. `asked` is what `tried` is asked."""
     mesh, found = first_body(traced.jaxpr).params["mesh"], too_large(sizes)
     if fewer_devices(sizes) == sizes:
-        found = tried(run, arrays, mesh, sizes, traced=traced, given=traced, **asked)
+        found = tried(run, arrays, mesh, sizes, traced=traced, given=(traced, arrays), **asked)
     for most in (4, 2):
         if not found.large:
             break
@@ -140,7 +140,7 @@ def _tried(
         for given, chosen in ((names.resized(arrays, same), same), smaller(names, arrays, allowed)):
             if chosen is same and not (few(given) and allowed(given)):
                 continue
-            found = tried(run, given, mesh, fewer, **asked, written=sizes, given=traced)
+            found = tried(run, given, mesh, fewer, **asked, written=sizes, given=(traced, arrays))
             changed = {name: (n, was) for (name, was), n in chosen.items() if n != was}
             found = replace(found, whole=sizes, names=changed)
             if not any(one.question == WAY for one in found.unreached) and not found.large:

@@ -36,7 +36,7 @@ from spmd.checker._arguments import drawn
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._reach import LARGE, Reach, Unreached, drives, left_by_sizes
+from spmd.checker._reach import LARGE, SIDE, Reach, Unreached, drives, left_by_sizes
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
     COUNTS,
@@ -161,7 +161,7 @@ def tried(
     traced: FlatProgram | None = None,
     reference: Callable[..., Any] | None = None,
     written: Mapping[str, int] | None = None,
-    given: FlatProgram | None = None,
+    given: tuple[FlatProgram, Sequence[Any]] | None = None,
     once: bool = False,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
@@ -176,7 +176,7 @@ def tried(
       traced: The program as it was traced on its mesh, if it was.
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
       written: The sizes for which the program may have numbers of its own, if those are others.
-      given: The program at the sizes that it is asked about, if a trial has to say what these alone have.
+      given: The program and its arguments at the sizes that it is asked about, if a trial has to say what these alone have.
       once: Whether one draw is enough.
     """
     if all(n == 1 for n in sizes.values()):
@@ -247,7 +247,7 @@ class _Program:
         traced: FlatProgram | None,
         reference: Callable[..., Any] | None,
         written: Mapping[str, int],
-        at_given: FlatProgram | None,
+        at_given: tuple[FlatProgram, Sequence[Any]] | None,
     ) -> None:
         self.reference, self.written, self.at_given = reference, written, at_given
         self.shifts: list[str] = []
@@ -344,10 +344,9 @@ class _Program:
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
         shown = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
         flat = tuple(labelled(form.paths()[i]) for i in reach.flat)
-        left = reach.unreached
-        if self.at_given is not None:
-            left += tuple(left_by_sizes(self.at_given.jaxpr, self.forward[*sizes.items(), "explicit"].jaxpr))
-        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=left, flat=flat, captured=tuple(f"{x.dtype}{list(x.shape)}" for x in reach.captured))
+        left = reach.unreached + self._left_by_sizes(other)
+        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=left, flat=flat)
+        shown = replace(shown, captured=tuple(f"{x.dtype}{list(x.shape)} at {line}" for line, x in reach.captured))
         return self._but_for_nan(shown, form, told)
 
     def _wanted(
@@ -360,6 +359,18 @@ class _Program:
                 return run, run(base, read, other, inside=True).outs
         run = self._run(turn.draws[-1], self.grad, noise)
         return run, run(base, read, other, inside=turn.driven).outs
+
+    def _left_by_sizes(self, other: Mapping[str, int]) -> tuple[Unreached, ...]:
+        """What the sizes that are given have alone, on the mesh and where nothing is divided."""
+        if self.at_given is None:
+            return ()
+        (program, arrays), here = self.at_given, self.forward[*self.sizes.items(), "explicit"]
+        found = left_by_sizes(program.jaxpr, here.jaxpr)
+        if program is not here and other and (twin := self.forward.get((*other.items(), "explicit"))):
+            with contextlib.suppress(_Failed):
+                whole = _on_mesh(self.mesh, other, "explicit", self.fn, _structs_of(arrays))
+                found += (one for one in left_by_sizes(whole.jaxpr, twin.jaxpr) if one.question == SIDE)
+        return tuple(dict.fromkeys(found))
 
     def _ordered(self, arrays: Sequence[Any]) -> list[Any]:
         """The arguments in the order in which a program with its gradient takes them."""

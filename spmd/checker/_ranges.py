@@ -197,7 +197,9 @@ def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int]) -> t
     if dtype == np.bool_:
         return Range(max(found.low, 0), min(found.high, 1)), False
     if not jnp.issubdtype(dtype, jnp.integer):
-        counts = eqn.primitive.name in _COUNTS and jnp.issubdtype(dtype, jnp.floating)
+        old = getattr(eqn.invars[0].aval, "dtype", dtype) if eqn.invars else dtype
+        counts = eqn.primitive.name in _COUNTS or (eqn.primitive.name == "convert_element_type" and old != np.bool_ and not jnp.issubdtype(old, jnp.inexact))
+        counts = counts and jnp.issubdtype(dtype, jnp.floating)
         exact = 2.0 ** (jnp.finfo(dtype).nmant + 1) if counts else math.inf  # up to here each whole number is one
         return found, any(math.isfinite(x) and abs(x) > exact for x in found)
     info = jnp.iinfo(dtype)

@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import call_site, is_ours, is_transposed, line_of
-from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, shape_of, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, equations, shape_of, walk
 from spmd._trees.leaves import held_dtype, is_key, is_key_type
 from spmd.checker._numbers import subsets
 from spmd.checker._primitives import SAME, Array, numbers_of
@@ -33,7 +33,9 @@ WAY, WRAPS = "way", "wraps"
 
 _TIMES = (1e4, 1e-4)  # by which arguments are multiplied
 _MANY = 64  # sides of one choice
+_FEW_INDICES = 4096  # that are looked at
 _OVERFLOWS = 700.0  # beyond which an exponential is infinite, or zero
+_PARTS = 1e5  # more than a number of half precision may be
 _NUMBERS = 6  # of a program, that arguments are made equal to
 _SEVERAL = 6  # sets of arguments that are made large while the others are not
 
@@ -88,6 +90,8 @@ _TEXTS = {
     TIE: "a tie in",
     APART: "devices that decide differently in",
     BEYOND: "an index beyond the block in",
+    WAY: "the sizes given, which alone have",
+    WRAPS: "numbers beyond their type in",
 }
 
 
@@ -129,7 +133,9 @@ def _tied(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
     """Return whether an array whose largest or smallest element is asked for has it twice, or one that is sorted has
     equal elements."""
     x = numbers_of(operands[0])
-    axis = lead + (eqn.params["dimension"] if "dimension" in eqn.params else eqn.params["axes"][0])
+    places = (eqn.params.get(name) for name in ("dimension", "axes", "axis"))
+    place = next((one for one in places if one is not None), -1)  # of several names that JAX has for it
+    axis = (place[0] if isinstance(place, tuple) else place) % len(shape_of(eqn.invars[0])) + lead
     ordered = np.sort(x, axis)
     first = lambda at: np.take(ordered, at, axis)
     if ordered.shape[axis] < 2:
@@ -148,6 +154,8 @@ def _is_bool(eqn: Equation) -> bool:
 def _converts(eqn: Equation) -> Mapping[str, int]:
     """A conversion decides if it cuts digits off, or if the new type has not all numbers of the old one."""
     old, new = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+    if new == np.float16 and old != new:
+        return {LARGE: 1}
     if is_key_type(old) or jnp.issubdtype(new, jnp.inexact) or old == np.bool_:
         return {}
     narrow = jnp.issubdtype(old, jnp.inexact) or (new != np.bool_ and np.dtype(new).itemsize < np.dtype(old).itemsize)
@@ -167,6 +175,16 @@ def _divided(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence
     rank = len(shape_of(eqn.outvars[0]))
     x, y = (np.abs(z).reshape(z.shape[:lead] + (1,) * rank if z.ndim == lead else z.shape) for z in operands)
     return {side for side, there in (("in", x < y), ("beyond", x >= y)) if there.any()}
+
+
+def _chosen(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Array]) -> set[Any]:
+    """The rows that indices choose, of few."""
+    if eqn.primitive.name == "dynamic_slice":
+        indices = np.stack([x.ravel() for x in np.broadcast_arrays(*operands[1:])], -1)
+    else:
+        indices = operands[1].reshape(-1, operands[1].shape[-1])
+    rows = np.unique(indices[:_FEW_INDICES], axis=0)
+    return {tuple(row) for row in rows.tolist()[:_MANY]}
 
 
 def _halves(eqn: Equation) -> Mapping[str, int]:
@@ -210,9 +228,11 @@ CHOICES: dict[str, tuple[Answers, Needs]] = {
     "rem": (_divided, _always(side=2)),
     "div": (_divided, _is_whole),
     **dict.fromkeys(("argmax", "argmin"), (_answers, _always(side=2, tie=1))),
+    "top_k": (_NONE, _always(tie=1)),
     "sort": (_NONE, _ordered),
-    **dict.fromkeys(("add", "mul", "reduce_sum", "dot_general", "psum"), (_NONE, _halves)),
     **dict.fromkeys(_INDEXED, (_NONE, _always(beyond=2))),
+    **dict.fromkeys(("gather", "dynamic_slice"), (_chosen, _always(beyond=2))),
+    **dict.fromkeys(("add", "mul", "reduce_sum", "dot_general", "psum"), (_NONE, _halves)),
 }  # fmt: skip
 _BOUNDS = ("max", "min", "clamp")
 
@@ -237,7 +257,7 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
         large = ~np.isfinite(x) if halves else np.isfinite(x) & (x > _OVERFLOWS)
         yield from [(LARGE, True)] * bool(large.any())
     if LARGE in needs(eqn) or BEYOND in needs(eqn):
-        return
+        return  # an index at an end of its array is seen where it is computed
     asked = operands[0] if eqn.primitive.name in ("cond", "select_n") else outs[0]
     if asked.ndim == lead and asked.size > 1:  # one number for each device, and not the same one by how it is made
         yield "alone", True
@@ -248,6 +268,7 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
 # --- which choices a program has --------------------------------------------------------------------------------------
 
 
+_FLAG = -1_000_000  # what a literal that is a flag has in place of the number of an array
 _SHAPES = frozenset(("reshape", "broadcast_in_dim", "squeeze", "transpose", "jit", "pjit", *SAME))
 
 
@@ -256,6 +277,16 @@ class _Made(NamedTuple):
 
     reads: frozenset[int] = frozenset()
     range: Range = ANY
+
+
+def _rows(eqn: Equation) -> int:
+    """How many places indices choose among."""
+    shape, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
+    return math.prod(n - m + 1 for n, m in zip(shape, sizes, strict=True))
+
+
+def _argument(number: int, x: Any) -> _Made:
+    return _Made(frozenset((number,)), Range(0, 1) if getattr(x, "dtype", None) == np.bool_ else ANY)
 
 
 class _Reads(Domain):
@@ -268,6 +299,7 @@ class _Reads(Domain):
       found: The choices that arguments decide.
       captured: For the `id` of each array that the program closes over, the negative number that it has in what values are
         made of, and the array.
+      lines: Where each captured array is read first.
       ways: The primitives at each line, but for those that change nothing but a shape.
       fixed: The answers of the choices that sizes alone decide, by primitive and line.
       beyond: The primitives and lines of numbers that are larger than their type allows.
@@ -279,6 +311,7 @@ class _Reads(Domain):
         self.sizes: dict[str, int] = {}
         self.found: dict[Key, Choice] = {}
         self.captured: dict[int, tuple[int, Any]] = {}
+        self.lines: dict[int, str] = {}
         self.ways: dict[tuple[str, str], None] = {}
         self.fixed: dict[tuple[str, str], frozenset[Any]] = {}
         self.beyond: dict[tuple[str, str], None] = {}
@@ -302,15 +335,31 @@ class _Reads(Domain):
         self.sizes = before
         return outs
 
+    def literal(self, atom: Variable) -> _Made:
+        """A flag that stands in the program is one that it closes over."""
+        reads = frozenset((_FLAG,)) if atom.aval.dtype == np.bool_ else frozenset[int]()
+        return _Made(reads, range_of(atom.val))
+
     def step(self, eqn: Equation, operands: Sequence[_Made]) -> list[_Made]:
+        for one in operands:
+            for i in one.reads:
+                if i < 0:
+                    self.lines.setdefault(i, line_of(eqn, self.callers))
         found, beyond = ranges(eqn, [one.range for one in operands], self.sizes)
         if beyond:
             self.beyond[eqn.primitive.name, line_of(eqn, self.callers)] = None
         return [_Made(_all_reads(operands), found)] * len(eqn.outvars)
 
+    def _way(self, eqn: Equation) -> str:
+        """Its primitive; a permutation written for fewer devices than there are is another one."""
+        if eqn.primitive.name == "ppermute":
+            count = math.prod(self.sizes.get(axis, 1) for axis in axes_of(eqn))
+            return "ppermute" if len(eqn.params["perm"]) >= count // 2 else "a ppermute of some devices"
+        return eqn.primitive.name
+
     def _kept(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
         if eqn.primitive.name not in _SHAPES and not is_ours(eqn):
-            self.ways[eqn.primitive.name, line_of(eqn, self.callers)] = None
+            self.ways[self._way(eqn), line_of(eqn, self.callers)] = None
         if eqn.primitive.name not in CHOICES:
             return outs
         decides = slice(0, 1) if eqn.primitive.name in ("select_n", "cond", "sort") else slice(None)
@@ -318,12 +367,16 @@ class _Reads(Domain):
         needs = dict(CHOICES[eqn.primitive.name][1](eqn))
         if SIDE in needs:
             can = _possible(eqn, [one.range for one in operands], outs)
-            needs[SIDE] = min(needs[SIDE], len(can))
+            if not reads or any(i >= 0 for i in reads) or eqn.primitive.name not in ("select_n", "cond"):
+                needs[SIDE] = min(needs[SIDE], len(can))
             if not reads and call_site(eqn, self.callers) is not None:
                 at = eqn.primitive.name, line_of(eqn, self.callers)
                 self.fixed[at] = self.fixed.get(at, frozenset()) | can
         if not needs:
             return outs
+        if eqn.primitive.name in ("gather", "dynamic_slice") and not any(i >= 0 for i in operands[0].reads):
+            rows = _rows(eqn)  # of a table of constants: each is a side, as those of a switch are
+            needs = {SIDE: rows} if 1 < rows <= _MANY else {}
         if BEYOND in needs and shape_of(eqn.invars[0]) in self.whole.get((eqn.primitive.name, line_of(eqn)), ()):
             return outs  # it is not divided
         # A bound on a number that keys alone make belongs to how it is drawn.
@@ -380,7 +433,7 @@ class Reach:
 
     Attributes:
       choices: The choices.
-      captured: The arrays that the program closes over and that are one number, as zeros are.
+      captured: The arrays that the program closes over and that are one number, as zeros are, and where each is read.
     """
 
     def __init__(self, choices: Mapping[Key, Choice], depends: Sequence[bool], results: int) -> None:
@@ -390,7 +443,7 @@ class Reach:
         self._asked = frozenset((SIDE, TIE, APART, BEYOND, LARGE))
         self._taken: dict[Key, set[Side]] = {}
         self._bounds: list[tuple[Array, Array]] = []  # between which finite numbers each element of each result was
-        self.captured: Sequence[Any] = ()
+        self.captured: Sequence[tuple[str, Array]] = ()
 
     @classmethod
     def of(cls, jaxpr: Any, base: Any, arrays: Sequence[Any], results: int) -> Self:
@@ -408,7 +461,7 @@ class Reach:
             if eqn.primitive.name in _INDEXED:
                 whole.setdefault((eqn.primitive.name, line_of(eqn)), set()).add(shape_of(eqn.invars[0]))
         reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)], whole)
-        outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
+        outs = walk(jaxpr, list(map(_argument, range(len(arrays)), arrays)), reads)
         at: dict[str, dict[float, None]] = {}
         for eqn in equations(jaxpr) if reads.found else ():
             for atom in eqn.invars:
@@ -417,11 +470,14 @@ class Reach:
                     at.setdefault(line_of(eqn), {}).update({number: None} if math.isfinite(number) else {})
         for (_, line), shapes in whole.items():
             at.setdefault(line, {}).update(dict.fromkeys(float(n - 1) for shape in shapes for n in shape))
-        everywhere = dict.fromkeys(x for some in at.values() for x in some)
+        tables = (np.asarray(x) for _, x in reads.captured.values() if not is_key(x) and np.size(x) <= _NUMBERS)
+        known = (float(y) for x in tables if x.dtype.kind in "iuf" for y in x.flat if np.isfinite(y))
+        everywhere = dict.fromkeys(x for some in (*at.values(), known) for x in some)
         found = {key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()}
         reach = cls(found, [any(i >= 0 for i in one.reads) for one in outs], results)
-        arrays = (np.asarray(x) for _, x in reads.captured.values() if not is_key(x) and np.size(x) > 1)
-        reach.captured = [x for x in arrays if jnp.issubdtype(x.dtype, jnp.inexact) and (x == x.flat[0]).all()]
+        real = lambda x: not is_key(x) and np.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.inexact)
+        arrays = ((reads.lines.get(i, ""), np.asarray(x)) for i, x in reads.captured.values() if real(x))
+        reach.captured = [(line, x) for line, x in arrays if (x == x.flat[0]).all()]
         return reach
 
     def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
@@ -505,7 +561,7 @@ def left_by_sizes(given: Any, tried: Any) -> list[Unreached]:
 def _walked(jaxpr: Any) -> _Reads:
     arrays = jaxpr.in_avals
     reads = _Reads([i for i, x in enumerate(arrays) if is_key_type(getattr(x, "dtype", None))], {})
-    walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
+    walk(jaxpr, list(map(_argument, range(len(arrays)), arrays)), reads)
     return reads
 
 
@@ -550,6 +606,8 @@ def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
     for by in _TIMES if floats else ():
         yield Drive(floats, times(by), keeps=True, scales=True)
         yield from (Drive(floats, _half(times(by), last), keeps=True, scales=True) for last in (False, True))
+    if floats:  # parts that are large, and cancel
+        yield Drive(floats, lambda x: x + _half(_PARTS)(np.full(x.shape, -_PARTS)), scales=True)
     if ints:
         near = (y for x in numbers if x == int(x) for y in (x, x + 1, x - 1))
         yield from (Drive(ints, _half(x)) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
@@ -560,10 +618,10 @@ def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
         return
     yield Drive(floats, np.sign, ties=True)
     yield Drive(floats, _half(0), ties=True)
-    yield from (Drive(floats, _first(x), keeps=True, finite=False) for x in (np.inf, np.nan))
     yield Drive(floats, np.negative)
     for x in numbers:
         yield from (Drive(floats, _half(y), ties=True) for y in (x * 1.5 + 1e-3, x * 0.5 - 1e-3, x))
+    yield from (Drive(floats, _first(x), keeps=True, finite=False) for x in (np.inf, np.nan))
     for several in list(subsets(floats))[:_SEVERAL]:
         yield from (Drive(several, times(by), keeps=True) for by in _TIMES)
     yield Drive(floats, np.zeros_like, ties=True)

@@ -114,7 +114,7 @@ def judge(
 def unreached(trial: Trial) -> list[str]:
     """Return what no draw showed, in words."""
     flat = (f"numbers of {one}, which are not finite or always the same" for one in trial.flat)
-    captured = (f"other numbers of a captured array, {one}, which is one number" for one in trial.captured)
+    captured = (f"other numbers of a captured array, which is one number: {one}" for one in trial.captured)
     return [*map(str, trial.unreached), *flat, *captured]
 
 
