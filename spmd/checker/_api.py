@@ -158,13 +158,17 @@ def _on_unequal_axes(
 ) -> Trial:
     """Return what numbers say, if they say the same on a mesh of which no two axes have one size, and none has one device:
     the size of an axis may stand for that of another one, a power of 2 for any number, and 1 for nothing."""
+    mesh = first_body(traced.jaxpr).params["mesh"]
     unequal = dict(zip(sizes, itertools.cycle(_UNEQUAL), strict=False))
-    mesh, names = first_body(traced.jaxpr).params["mesh"], names_of(traced.jaxpr, arrays, sizes, [unequal])
-    given = names.resized(arrays, names.smallest())
-    if asked.get("reference") or not is_traced(run, given, mesh, unequal):
-        return found
-    other = tried(run, given, mesh, unequal, once=True, gradients=False, written=sizes)
-    return other if other.wrong else found
+    doubled = {axis: 2 * n if n < sizes[axis] else n for axis, n in found.sizes.items()}
+    for other in (unequal, doubled) if not asked.get("reference") else ():
+        names = names_of(traced.jaxpr, arrays, sizes, [other])
+        given = names.resized(arrays, names.smallest())
+        if other != found.sizes and is_traced(run, given, mesh, other):
+            trial = tried(run, given, mesh, other, once=True, gradients=False, written=sizes)
+            if trial.wrong or not trial.why:
+                return trial if trial.wrong else found
+    return found
 
 
 def check_jaxpr(

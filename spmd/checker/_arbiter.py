@@ -298,7 +298,7 @@ class _Program:
         turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
         for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
-                run, wanted = self._wanted(turn, number if quiet else None, base, read, other)
+                draw, run, wanted = self._wanted(turn, number if quiet else None, base, read, other)
                 found = run(ours, read, sizes, choices=reach.choices)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
@@ -310,7 +310,7 @@ class _Program:
                 continue
             differences = self._differences(form, found.outs, wanted, finite=turn.driven)
             if differences and not found.faults:
-                nudged = self._run(turn.draws[-1], self.grad, number if quiet else None, nudged=True)
+                nudged = self._run(draw, self.grad, number if quiet else None, nudged=True)
                 if self._are_rounding(differences, form, nudged(base, read, other).outs, wanted):
                     continue  # these arguments tell nothing
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
@@ -351,14 +351,15 @@ class _Program:
 
     def _wanted(
         self, turn: _Turn, noise: float | None, base: Any, read: Sequence[Reading], other: Mapping[str, int]
-    ) -> tuple[_Runner, Sequence[Array]]:
-        """The runner for the first of the draws that leaves no array, and the results where nothing is divided."""
+    ) -> tuple[list[Any], _Runner, Sequence[Array]]:
+        """The first of the draws that leaves no array, its runner, and the results where nothing is divided."""
         for draw in turn.draws[:-1]:
             run = self._run(draw, self.grad, noise)
             with contextlib.suppress(Outside):
-                return run, run(base, read, other, inside=True).outs
-        run = self._run(turn.draws[-1], self.grad, noise)
-        return run, run(base, read, other, inside=turn.driven).outs
+                return draw, run, run(base, read, other, inside=True).outs
+        draw = turn.draws[-1]
+        run = self._run(draw, self.grad, noise)
+        return draw, run, run(base, read, other, inside=turn.driven).outs
 
     def _left_by_sizes(self, other: Mapping[str, int]) -> tuple[Unreached, ...]:
         """What the sizes that are given have alone, on the mesh and where nothing is divided."""

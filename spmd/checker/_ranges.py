@@ -1,6 +1,6 @@
 """Between which numbers the values of a program lie, whatever its arguments are.
 
-`jnp.argmax(x)` is at least 0, so no number makes `jnp.argmax(x) < 0` true, and nobody has to draw one. The positions of
+`jnp.argmax(x)` is at least 0, so no number makes `jnp.argmax(x) < 0` true, and no draw has to. The positions of
 an array are at most its size, so an int32 that counts them may be too small. Bounds that nobody knows are infinite.
 """
 
@@ -99,10 +99,6 @@ def _counted(eqn: Equation) -> Range:
     return Range(0, max(shape_of(eqn.outvars[0])[eqn.params["dimension"]] - 1, 0))
 
 
-def _place(eqn: Equation, *_: Range) -> Range:
-    return Range(0, max(math.prod(shape_of(eqn.invars[0])[d] for d in eqn.params["axes"]) - 1, 0))
-
-
 def _added(eqn: Equation, x: Range) -> Range:
     before, after = (math.prod(shape_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
     times = before // max(after, 1) if eqn.primitive.name == "reduce_sum" else shape_of(eqn.invars[0])[eqn.params["axis"]]
@@ -141,8 +137,8 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "select_n": lambda eqn, _, *cases: _all(eqn, *cases),
     "dynamic_update_slice": lambda eqn, x, new, *_: x | new,
     "iota": _counted,
-    **dict.fromkeys(("argmax", "argmin"), _place),
-    **dict.fromkeys(("exp", "exp2", "sqrt", "rsqrt", "square"), _within(_POSITIVE)),
+    # A place is at most as large as an array, which may have another size.
+    **dict.fromkeys(("argmax", "argmin", "exp", "exp2", "sqrt", "rsqrt", "square"), _within(_POSITIVE)),
     **dict.fromkeys(("logistic", "erfc"), _within(_UNIT)),
     **dict.fromkeys(("tanh", "sin", "cos", "sign", "erf"), _within(_SIGNED)),
     "abs": lambda eqn, x: Range(0, max(abs(x.low), abs(x.high))),

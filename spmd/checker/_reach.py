@@ -247,8 +247,8 @@ def sides(eqn: Equation, lead: int, operands: Sequence[Array], outs: Sequence[Ar
       outs: Its results.
     """
     answers, needs = CHOICES[eqn.primitive.name]
-    for one in answers(eqn, lead, operands, outs):
-        yield SIDE, one
+    if LARGE not in needs(eqn):
+        yield from ((SIDE, one) for one in answers(eqn, lead, operands, outs))
     if TIE in needs(eqn) and _tied(eqn, lead, operands, outs):
         yield TIE, True
     if LARGE in needs(eqn):
@@ -283,10 +283,6 @@ def _rows(eqn: Equation) -> int:
     """How many places indices choose among."""
     shape, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
     return math.prod(n - m + 1 for n, m in zip(shape, sizes, strict=True))
-
-
-def _argument(number: int, x: Any) -> _Made:
-    return _Made(frozenset((number,)), Range(0, 1) if getattr(x, "dtype", None) == np.bool_ else ANY)
 
 
 class _Reads(Domain):
@@ -461,7 +457,7 @@ class Reach:
             if eqn.primitive.name in _INDEXED:
                 whole.setdefault((eqn.primitive.name, line_of(eqn)), set()).add(shape_of(eqn.invars[0]))
         reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)], whole)
-        outs = walk(jaxpr, list(map(_argument, range(len(arrays)), arrays)), reads)
+        outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
         at: dict[str, dict[float, None]] = {}
         for eqn in equations(jaxpr) if reads.found else ():
             for atom in eqn.invars:
@@ -561,7 +557,9 @@ def left_by_sizes(given: Any, tried: Any) -> list[Unreached]:
 def _walked(jaxpr: Any) -> _Reads:
     arrays = jaxpr.in_avals
     reads = _Reads([i for i, x in enumerate(arrays) if is_key_type(getattr(x, "dtype", None))], {})
-    walk(jaxpr, list(map(_argument, range(len(arrays)), arrays)), reads)
+    # A mask counts at most all its elements: how many these are, its size says.
+    known = [Range(0, 1) if getattr(x, "dtype", None) == np.bool_ else ANY for x in arrays]
+    walk(jaxpr, [_Made(frozenset((i,)), one) for i, one in enumerate(known)], reads)
     return reads
 
 

@@ -1226,31 +1226,6 @@ def _(x):
 last_of_several_tiles.whole(lambda x: x.sum(0))
 
 
-def _by_chunks(x, chunk):
-    """Whole chunks of 256 rows, and then the rest."""
-    whole = x.shape[0] // 256
-    total = lax.fori_loop(0, whole, lambda i, t: t + chunk(lax.dynamic_slice_in_dim(x, i * 256, 256)), 0 * x.sum(0))
-    return lax.psum(total + x[whole * 256 :].sum(0), "dp")
-
-
-@attack("n/dp d -> d", ROWS, mesh=MANY, devices=EIGHT, shows=normal(4096, 4))
-def loop_without_a_round(x):
-    """A loop over whole chunks has no round where blocks are small."""
-    if not x.shape[0] // 256:
-        return lax.psum(x.sum(0), "dp")
-    return _by_chunks(x, lambda rows: rows.max(0))  # unreached
-
-
-@loop_without_a_round.right
-def _(x):
-    if not x.shape[0] // 256:
-        return lax.psum(x.sum(0), "dp")
-    return _by_chunks(x, lambda rows: rows.sum(0))
-
-
-loop_without_a_round.whole(lambda x: x.sum(0))
-
-
 @attack("n/dp d -> d", ROWS, mesh=MANY, devices=EIGHT, shows=normal(8192 + 4096, 4))
 def first_thousand_of_each_block(x):
     """A prompt has a thousand rows. Positions are those in a block."""
