@@ -19,11 +19,11 @@ from spmd._jaxprs.walker import Variable, equations, opened
 from spmd._trees.leaves import is_array
 from spmd.checker._arbiter import Trial, collecting, first_body, is_traced, too_large, tried
 from spmd.checker._arguments import few, fewer_devices, names_of, smaller
+from spmd.checker._choices import WAY
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
-from spmd.checker._reach import WAY
 from spmd.checker._state import State
 from spmd.checker._verdict import (
     Verdict,
@@ -53,6 +53,7 @@ def checked(
     reference: Callable[..., Any] | None,
     build: Callable[[Any], Any] | None,
     listing: Listing,
+    rtol: float | None = None,
 ) -> Findings:
     """Return what `spmd.check` finds. `listing` makes the source of a program of this name, for its findings."""
     leaves, structure = jax.tree.flatten((args, kwargs))
@@ -88,6 +89,7 @@ def checked(
         gradients=not backward,
         alone=about_gradients(walk.findings),
         reference=reference and partial(run, plain=reference),
+        rtol=rtol,
     )
     raw = reference is None and any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))
     trial = trial if reference else but_for_noise(trial, walk)
@@ -156,8 +158,8 @@ def _on_unequal_axes(
     found: Trial,
     asked: Mapping[str, Any],
 ) -> Trial:
-    """Return what numbers say, if they say the same on a mesh of which no two axes have one size, and none has one device:
-    the size of an axis may stand for that of another one, a power of 2 for any number, and 1 for nothing."""
+    """Return what numbers say, if they say the same on a mesh whose axes have several devices and different sizes. The
+    size of an axis may stand for that of another one, a power of 2 for any number, and 1 for nothing."""
     mesh = first_body(traced.jaxpr).params["mesh"]
     unequal = dict(zip(sizes, itertools.cycle(_UNEQUAL), strict=False))
     doubled = {axis: 2 * n if n < sizes[axis] else n for axis, n in found.sizes.items()}

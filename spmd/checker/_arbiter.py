@@ -33,10 +33,12 @@ from spmd._jaxprs.walker import equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
+from spmd.checker._choices import LARGE, SIDE, Unreached
+from spmd.checker._drives import drives
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._reach import LARGE, SIDE, Reach, Unreached, drives, left_by_sizes
+from spmd.checker._reach import Reach, left_by_sizes
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
     COUNTS,
@@ -163,6 +165,7 @@ def tried(
     written: Mapping[str, int] | None = None,
     given: tuple[FlatProgram, Sequence[Any]] | None = None,
     once: bool = False,
+    rtol: float | None = None,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -176,14 +179,17 @@ def tried(
       traced: The program as it was traced on its mesh, if it was.
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
       written: The sizes for which the program may have numbers of its own, if those are others.
-      given: The program and its arguments at the sizes that it is asked about, if a trial has to say what these alone have.
+      given: The program and its arguments at the sizes that it is asked about, for a trial that says what these alone
+        have.
       once: Whether one draw is enough.
+      rtol: How large a difference may be, as a part of the largest number of an array.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return too_large(sizes)
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes, given), Trial(sizes)
+    program.close = rtol or _CLOSE
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
     turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
     turns = [(False, 1)] if once else turns
@@ -251,7 +257,7 @@ class _Program:
     ) -> None:
         self.reference, self.written, self.at_given = reference, written, at_given
         self.shifts: list[str] = []
-        self.rounded = 0.0
+        self.rounded, self.close = 0.0, _CLOSE
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         given = all(map(_has_numbers, arrays))
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
@@ -298,24 +304,13 @@ class _Program:
         turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
         for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
-                draw, run, wanted = self._wanted(turn, number if quiet else None, base, read, other)
-                found = run(ours, read, sizes, choices=reach.choices)
+                shown = self._shown(turn, number if quiet else None, form, (ours, sizes), (base, other), read, reach)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
-            except NotSimulated:
-                if turn.driven:
-                    continue  # these arguments tell nothing
-                raise
-            if not turn.finite and _part(found.outs, wanted):
+            if shown is None:
                 continue
-            differences = self._differences(form, found.outs, wanted, finite=turn.driven)
-            if differences and not found.faults:
-                nudged = self._run(draw, self.grad, number if quiet else None, nudged=True)
-                if self._are_rounding(differences, form, nudged(base, read, other).outs, wanted):
-                    continue  # these arguments tell nothing
+            run, found, wanted, differences = shown
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
-            if turn.ties:  # where numbers are equal or zero, the gradient may be any of several
-                differences = [one for one in differences if one.path[0].key == "result"]
             if not (differences or found.faults):
                 reach.add(found.taken, wanted)
             if not (differences or found.faults) or (turn.driven and turn.loose):
@@ -342,12 +337,50 @@ class _Program:
         if meant or read:  # a number that is read so may be another one, and the program wrong
             said = " and ".join(map(str, read))
             return meant or Trial(sizes, why=f"it agrees if {said}; jax.lax.axis_size gives the size on any mesh")
-        shown = Trial(sizes, gradients=gradients, why=unknown, fails=bool(unknown), quiet=quiet)
-        flat = tuple(labelled(form.paths()[i]) for i in reach.flat)
-        left = reach.unreached + self._left_by_sizes(other)
-        shown = replace(shown, shifts=tuple(dict.fromkeys(self.shifts)), unreached=left, flat=flat)
-        shown = replace(shown, captured=tuple(f"{x.dtype}{list(x.shape)} at {line}" for line, x in reach.captured))
-        return self._but_for_nan(shown, form, told)
+        agreed = Trial(
+            sizes,
+            gradients=gradients,
+            why=unknown,
+            fails=bool(unknown),
+            quiet=quiet,
+            shifts=tuple(dict.fromkeys(self.shifts)),
+            unreached=reach.unreached + self._left_by_sizes(other),
+            flat=tuple(labelled(form.paths()[i]) for i in reach.flat),
+            captured=tuple(f"{x.dtype}{list(x.shape)} at {line}" for line, x in reach.captured),
+        )
+        return self._but_for_nan(agreed, form, told)
+
+    def _shown(
+        self,
+        turn: _Turn,
+        noise: float | None,
+        form: _Form,
+        ours: tuple[Any, Mapping[str, int]],
+        base: tuple[Any, Mapping[str, int]],
+        read: Sequence[Reading],
+        reach: Reach,
+    ) -> tuple[_Runner, Run, Sequence[Array], list[Difference]] | None:
+        """What these arguments show of the program on its mesh and where nothing is divided, each with its sizes: what
+        runs both, the two results, and how they differ. None if they tell nothing."""
+        try:
+            draw, run, wanted = self._wanted(turn, noise, base[0], read, base[1])
+            found = run(ours[0], read, ours[1], choices=reach.choices)
+        except Parted:
+            raise
+        except NotSimulated:
+            if turn.driven:
+                return None
+            raise
+        if not turn.finite and _part(found.outs, wanted):
+            return None
+        differences = self._differences(form, found.outs, wanted, finite=turn.driven)
+        if differences and not found.faults:
+            nudged = self._run(draw, self.grad, noise, nudged=True)(base[0], read, base[1])
+            if self._are_rounding(differences, form, nudged.outs, wanted):
+                return None
+        if turn.ties:  # where numbers are equal or zero, the gradient may be any of several
+            differences = [one for one in differences if one.path[0].key == "result"]
+        return run, found, wanted, differences
 
     def _wanted(
         self, turn: _Turn, noise: float | None, base: Any, read: Sequence[Reading], other: Mapping[str, int]
@@ -390,7 +423,7 @@ class _Program:
             if not reach.open:
                 return
             loose = not drive.keeps and any(self.fixed[i] for i in drive.places)
-            for number, start in enumerate(starts[:: _POSITIVE]):
+            for number, start in enumerate(starts[::_POSITIVE]):
                 turn = _Turn([drive.of(start)], ties=drive.ties, loose=loose, driven=True, finite=drive.finite)
                 if number == 0 and not self._reaches(turn, reach, ours, quiet):
                     break
@@ -541,7 +574,9 @@ class _Program:
         found = _on_mesh(self.mesh, sizes, how, flat, leaves)
         with no_mesh():
             live = _compat.live_jaxpr(found.jaxpr.jaxpr)  # what a derivative makes and nothing reads has no sides
-        return ClosedJaxpr(live, found.jaxpr.consts), _Form(found.structure, tuple(one.shape for one in found.jaxpr.out_avals))
+        return ClosedJaxpr(live, found.jaxpr.consts), _Form(
+            found.structure, tuple(one.shape for one in found.jaxpr.out_avals)
+        )
 
     def _same_on_whole_arrays(self, form: _Form, found: Sequence[Array], run: _Runner) -> bool:
         whole = self._on_whole_arrays(form)
@@ -569,13 +604,13 @@ class _Program:
     def _differences(
         self, form: _Form, *both: Sequence[Array], exact: bool = False, finite: bool = False
     ) -> list[Difference]:
-        """Return how numbers differ from others; with `exact` in any digit, with `finite` where the others are finite."""
+        """Return how numbers differ from others: with `exact` in any digit, with `finite` where the others are."""
         if finite:
             known = [_is_finite(wanted) for _, wanted in zip(*both, strict=True)]
             both = tuple([np.where(k, x, 0) for k, x in zip(known, one, strict=True)] for one in both)
         found, wanted = (jax.tree.unflatten(form.tree, one) for one in both)
         gradients = max(map(largest, jax.tree.leaves(wanted.get("gradient"))), default=0.0)
-        close = 0.0 if exact else max(_CLOSE, _ROUNDED * self.rounded)
+        close = 0.0 if exact else max(self.close, _ROUNDED * self.rounded)
         least = lambda path: max(1e-3 * gradients * (path[0].key == "gradient"), 1e-30)
         differ = compared(found, wanted, lambda path, x, y: close * max(rounded(x, y), least(path)))
         return sorted(differ, key=lambda one: one.path[0].key != "result")
@@ -714,8 +749,8 @@ def _is_finite(x: Array) -> Array:
 
 
 def _part(found: Sequence[Array], wanted: Sequence[Array]) -> bool:
-    """Return whether some numbers are finite on one side alone. Of infinite arguments that tells nothing: 0 times one of
-    them is nan, and what is left out is not."""
+    """Return whether some numbers are finite on one side alone. Of infinite arguments that tells nothing: 0 times one
+    of them is nan, and what is left out is not."""
     return any((_is_finite(x) != _is_finite(y)).any() for x, y in zip(found, wanted, strict=True))
 
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from spmd._jaxprs.lines import call_site, line_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, opened, walk
+from spmd.checker._choices import BEYOND, CHOICES, TIE, Unreached
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding
-from spmd.checker._reach import BEYOND, CHOICES, Unreached
 from spmd.checker._state import QUIET, State
 
 _DECIDED: frozenset[int] = frozenset((0,))  # what an open choice decided by unfinished pieces; no equation has this id
@@ -49,7 +49,7 @@ class _Hanging(Domain):
     def __init__(self, about: Collection[int], left: Collection[Unreached], checked: Engine) -> None:
         super().__init__()
         self.about, self.checked = about, checked
-        self.open = {(one.what, one.line): one.taken for one in left if one.question != BEYOND}
+        self.open = {(one.what, one.line): one.taken for one in left if one.question not in (BEYOND, TIE)}
         self.aside = 0
         self.hanging: set[int] = set()
         self.keep = self._kept
@@ -63,7 +63,9 @@ class _Hanging(Domain):
     def step(self, eqn: Equation, operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
         return [frozenset[int]().union(*operands)] * len(eqn.outvars)
 
-    def branches(self, eqn: Equation, parts: Sequence[Held], operands: Sequence[frozenset[int]]) -> list[frozenset[int]]:
+    def branches(
+        self, eqn: Equation, parts: Sequence[Held], operands: Sequence[frozenset[int]]
+    ) -> list[frozenset[int]]:
         taken, outs = self._taken(eqn), []
         for side, part in enumerate(parts):
             self.aside += (untaken := taken is not None and side not in taken)

@@ -101,7 +101,9 @@ def _counted(eqn: Equation) -> Range:
 
 def _added(eqn: Equation, x: Range) -> Range:
     before, after = (math.prod(shape_of(v)) for v in (eqn.invars[0], eqn.outvars[0]))
-    times = before // max(after, 1) if eqn.primitive.name == "reduce_sum" else shape_of(eqn.invars[0])[eqn.params["axis"]]
+    times = (
+        before // max(after, 1) if eqn.primitive.name == "reduce_sum" else shape_of(eqn.invars[0])[eqn.params["axis"]]
+    )
     return _sums(times, x) if eqn.primitive.name == "reduce_sum" else _sums(times, x) | x
 
 
@@ -157,7 +159,7 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "neg": _plain(_negative),
     "add": _plain(_sum),
     "sub": _plain(lambda x, y: _sum(x, _negative(y))),
-    "mul": lambda eqn, x, y: Range(max(_products(x, y).low, 0) if _same(eqn) else _products(x, y).low, _products(x, y).high),
+    "mul": lambda eqn, x, y: Range(0, _products(x, y).high) if _same(eqn) else _products(x, y),
     "div": _plain(_quotient),
     "rem": _plain(_remainder),
     "max": _plain(lambda x, y: Range(max(x.low, y.low), max(x.high, y.high))),
@@ -194,7 +196,9 @@ def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int]) -> t
         return Range(max(found.low, 0), min(found.high, 1)), False
     if not jnp.issubdtype(dtype, jnp.integer):
         old = getattr(eqn.invars[0].aval, "dtype", dtype) if eqn.invars else dtype
-        counts = eqn.primitive.name in _COUNTS or (eqn.primitive.name == "convert_element_type" and old != np.bool_ and not jnp.issubdtype(old, jnp.inexact))
+        counts = eqn.primitive.name in _COUNTS or (
+            eqn.primitive.name == "convert_element_type" and old != np.bool_ and not jnp.issubdtype(old, jnp.inexact)
+        )
         counts = counts and jnp.issubdtype(dtype, jnp.floating)
         exact = 2.0 ** (jnp.finfo(dtype).nmant + 1) if counts else math.inf  # up to here each whole number is one
         return found, any(math.isfinite(x) and abs(x) > exact for x in found)

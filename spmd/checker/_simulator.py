@@ -35,6 +35,7 @@ from spmd._jaxprs.walker import (
     walk,
 )
 from spmd._trees.leaves import is_key_type
+from spmd.checker._choices import BEYOND, CHOICES, Key, Side, key_of, sides
 from spmd.checker._primitives import (
     MOVES,
     SAME,
@@ -50,7 +51,6 @@ from spmd.checker._primitives import (
     stay_inside,
     wide_dtype,
 )
-from spmd.checker._reach import BEYOND, CHOICES, Key, Side, key_of, sides
 from spmd.language import axes_tuple
 from spmd.mesh import no_mesh
 
@@ -262,7 +262,10 @@ class Simulator(Domain):
             raise NotSimulated(f"{eqn.primitive.name} works on a reference")
         if self.noise is not None and draws(eqn):
             return [_alike(self, eqn, operands[0], self.noise)]
-        return [_within_halves(x, v) for x, v in zip(compute(eqn, self.lead, given, self.generators), eqn.outvars, strict=True)]
+        return [
+            _within_halves(x, v)
+            for x, v in zip(compute(eqn, self.lead, given, self.generators), eqn.outvars, strict=True)
+        ]
 
     def watch(self, eqn: Equation, operands: Sequence[Array], outs: Sequence[Array]) -> Sequence[Array]:
         """Keep which sides a choice takes."""

@@ -52,8 +52,8 @@ class Verdict:
 
     | kind | means |
     |---|---|
-    | `proved` | types follow every value to the results and suspect nothing, numbers agree, and draws took every side of every choice |
-    | `tested` | numbers agree; types lose a value or suspect one, numbers are random, or a side was not reached: see `reasons` and `unreached` |
+    | `proved` | types follow every value and suspect nothing; numbers agree, on every side of every choice |
+    | `tested` | numbers agree; types lose or suspect a value, or a side is not reached: `reasons`, `unreached` |
     | `typed` | there is no body to check: the program is in JAX's Explicit mode, whose types follow every value |
     | `wrong` | there are findings |
     | `not tested` | there are no findings; numbers were not compared, or they depend on the mesh, perhaps on purpose |
@@ -104,7 +104,9 @@ def judge(
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
     doubt = [f"Types suspect {_first(cleared)}, and numbers do not show it"] if cleared else []
     open_ends = unreached(trial)
-    sure = not (unknown or cleared or believed or trial.quiet or trial.shifts or trial.underived or open_ends or findings)
+    sure = not (
+        unknown or cleared or believed or trial.quiet or trial.shifts or trial.underived or open_ends or findings
+    )
     read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
     reasons = [_compared(trial), *read, *lost, *doubt, *rest]

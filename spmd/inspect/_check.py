@@ -41,6 +41,7 @@ def check(
     strict: bool = False,
     reference: Callable[..., Any] | None = None,
     build: Callable[[Any], Any] | None = None,
+    rtol: float | None = None,
     **kwargs: Any,
 ) -> Findings:
     """Check the layouts of a whole program: every kernel and every raw `shard_map` that a function calls.
@@ -60,6 +61,8 @@ def check(
         numbers decide about a raw `shard_map` too, which has a mesh of its own.
       build: Makes the program for another mesh, `build(mesh)`: a function, or a tuple that begins with one. With it
         a raw `shard_map` is compared with itself on one device, where it may mean other numbers.
+      rtol: How large a difference may be, as a part of the largest number of an array: 1e-6 unless it is given. An
+        iteration that stops at 1e-10 agrees with its exact result to about that.
       **kwargs: Keyword arguments.
 
     Returns:
@@ -82,7 +85,7 @@ def check(
       nonlinear: each device along tp has only its term of a sum {U:tp}; take sqrt after the sum is complete.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
-    findings = checked(fn, name, args, kwargs, reference, build, listing)
+    findings = checked(fn, name, args, kwargs, reference, build, listing, rtol)
     if strict:
         report(name, findings)
         if findings.verdict.kind not in ("proved", "tested", "typed"):
