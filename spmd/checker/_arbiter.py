@@ -451,7 +451,8 @@ class _Program:
                 base, other = self._traced(dict.fromkeys(self.sizes, 1))
                 if other != form or self._differences(form, run(base).outs, wanted):
                     return Located()
-            return located(ours, base, run(ours, keep=True).known, run(base, keep=True).known)
+            with np.errstate(all="ignore"):  # sums of infinite numbers
+                return located(ours, base, run(ours, keep=True).known, run(base, keep=True).known)
         return Located()
 
     def _but_for_nan(self, trial: Trial, form: _Form, told: Collection[Any]) -> Trial:

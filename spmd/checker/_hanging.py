@@ -18,6 +18,7 @@ from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding
 from spmd.checker._state import QUIET, State
 
+_PLACES = ("mixed", "order", "disagree")  # what is suspected of where elements lie, which no number decides
 _DECIDED: frozenset[int] = frozenset((0,))  # what an open choice decided by unfinished pieces; no equation has this id
 
 
@@ -29,7 +30,7 @@ def hanging(suspicions: Sequence[Finding], left: Collection[Unreached], checked:
       left: The sides that no draw took.
       checked: What suspects.
     """
-    about = {id(checked.about[one]) for one in suspicions if one in checked.about}
+    about = {id(checked.about[one]) for one in suspicions if one in checked.about and one.kind not in _PLACES}
     found = _Hanging(about, left, checked)
     walk(checked.root, [frozenset()] * len(opened(checked.root)[0].invars), found)
     return [one for one in suspicions if one not in checked.about or id(checked.about[one]) in found.hanging]

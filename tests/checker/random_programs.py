@@ -147,8 +147,8 @@ def per_sample(c: Choices) -> Random:
 
 
 def sizes(c: Choices) -> Random:
-    """A number of rows from a shape, or from `spmd.size`."""
-    mesh = {"dp": int(c.choice((2, 1, 4))), "tp": int(c.choice((1, 2)))}
+    """A number of rows from a shape, or from `spmd.size`: on several devices, as it is right on one by chance."""
+    mesh = {"dp": int(c.choice((2, 3, 4))), "tp": int(c.choice((1, 2)))}
     rows, result = c.choice(("b/dp", "b")), c.choice(("scaled", "alone", "sum", "mean", "indices"))
     source = c.choice(("shape", "len", "size", "local_size"))
     number = {

@@ -39,7 +39,8 @@ ROWS = struct(8192, 4096)
 
 def test_a_step_is_tested_at_small_sizes() -> None:
     verdict = spmd.check(step(), PARAMS, PARAMS, ROWS).verdict
-    assert verdict.kind in ("proved", "tested") and "On dp=4, tp=4 " in str(verdict), verdict
+    assert verdict.kind in ("proved", "tested"), verdict
+    assert "On dp=4 (given 64), tp=4 (given 8), d=2 (given 4,096)" in str(verdict), verdict
 
 
 def test_its_mistake_is_found_there() -> None:
