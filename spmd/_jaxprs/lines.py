@@ -98,8 +98,8 @@ def call_site(eqn: Any, callers: Sequence[Any]) -> tuple[Any, Sequence[Any]] | N
     """The equation of the user's call that an equation is a part of, and those around it; None inside of a call of this
     package.
 
-    A function of JAX's such as `jnp.where` is traced once and kept, so its equations do not know who called it. Its call
-    does. What the functions of a user do that this package calls is the user's, and so is what `spmd.cond` decides by.
+    A function of JAX's such as `jnp.where` is traced once and kept, so its equations do not know who called it. Its
+    call does. What the functions of a user do that this package calls is the user's, and so is what `spmd.cond` decides by.
     """
     at, around = eqn, callers
     while around and all(_compat.in_jax(_file_of(one.jaxpr)) for one in held(around[-1])):

@@ -100,7 +100,8 @@ def checked(
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
     if raw and trial.wrong and not any(one.certain for one in findings):
         trial = replace(trial, why=_MEANT)
-    cleared = dict.fromkeys(one.line for one in walk.findings if one not in findings)
+    left = {one.line for one in findings}
+    cleared = dict.fromkeys(one.line for one in walk.findings if one.line not in left)
     verdict = judge(findings, trial, unknown, list(cleared), believed_lines(jaxpr))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
@@ -224,7 +225,7 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[bool], Trial] 
         return
     trial = but_for_noise(ask(about_gradients(walk.findings)), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
-    why = trial.why or (f"no draw took {unreached(trial)[0]}" if trial.unreached else "")
+    why = trial.why or (f"no draw shows {unreached(trial)[0]}" if trial.unreached else "")
     report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, why)
 
 

@@ -1,0 +1,122 @@
+"""Which sides of choices draws take, which draws are made for those that are left, and what a verdict says of the rest."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import spmd
+from spmd.errors import ReplicationError
+
+ROWS = jax.ShapeDtypeStruct((8, 4), "float32")
+COUNT = jax.ShapeDtypeStruct((), "int32")
+
+
+def verdict(body: Any, *args: Any, pattern: str = "n/dp d -> n/dp d", **how: Any) -> Any:
+    return spmd.check(spmd.kernel(pattern, mesh=spmd.make_mesh(dp=4))(body), *args, **how).verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "choice"),
+    {
+        "select": lambda x: jnp.where(x > 100.0, x, -x),
+        "cond": lambda x: lax.cond(lax.psum(x.sum(), "dp") > 1e3, jnp.sin, jnp.cos, x),
+        "bounds": lambda x: jnp.clip(x, -50.0, 50.0),
+        "largest": lambda x: jnp.maximum(x, 30.0),
+        "whole numbers": lambda x: jnp.floor(x / 1e3),
+        "remainder": lambda x: jnp.remainder(x, 1e3),
+        "finite": lambda x: jnp.where(jnp.isfinite(x), x, 0.0),
+        "sign of squares": lambda x: x * jnp.sign(x * x),
+        "ties": lambda x: x * jnp.argmax(x, 1)[:, None].astype(x.dtype),
+        "conversion": lambda x: (1e3 * x).astype(jnp.int32).astype(jnp.int8).astype(x.dtype),
+        "a relu with its gradient": lambda x: jax.nn.relu(x - 1e2),
+        "softmax": lambda x: jax.nn.softmax(x, axis=1),
+        "logsumexp": lambda x: x - jax.nn.logsumexp(x, axis=1, keepdims=True),
+    }.items(),
+)
+def test_each_kind_of_choice_is_driven_to_all_its_sides(name: str, choice: Any) -> None:
+    found = verdict(choice, ROWS)
+    assert found.kind == "proved", f"{name}: {found}"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        lambda x: jnp.where(jnp.argmax(x, 1) < 0, 0.0, 1.0)[:, None] * x,
+        lambda x: jnp.where(jnp.exp(x) < 0, 0.0, x),
+        lambda x: jnp.where(jnp.arange(4) > 100, 0.0, x),
+        lambda x: jnp.maximum(lax.stop_gradient(x), -jnp.inf) + x,
+    ],
+)
+def test_a_side_that_no_number_takes_is_not_asked_for(choice: Any) -> None:
+    assert verdict(choice, ROWS).kind == "proved"
+
+
+def test_a_side_that_stays_open_is_named() -> None:
+    found = verdict(
+        lambda x, step: jnp.where(step * step == 77, 0 * x, x), ROWS, COUNT, pattern="n/dp d, scalar -> n/dp d"
+    )
+    assert found.kind == "tested"
+    assert found.unreached[0].startswith("the other side of eq at tests/checker/test_reach.py:")
+    assert str(found).startswith("no findings: tested, but for the other side of eq at ")
+    assert found.to_dict()["unreached"] == list(found.unreached)
+
+
+def hidden(x: Any, step: Any) -> Any:
+    """Each device looks at its own block, and does so at a step that no draw comes to."""
+    return jnp.where((step * step == 77) & (x.sum() > 0), -x, x)
+
+
+def test_a_suspicion_that_hangs_on_such_a_side_is_loud() -> None:
+    kernel = spmd.kernel("n/dp d, scalar -> n/dp d", mesh=spmd.make_mesh(dp=4))(hidden)
+    findings = spmd.check(kernel, ROWS, COUNT)
+    assert findings and not any(one.certain for one in findings) and findings.verdict.kind == "tested"
+    assert str(findings.verdict).startswith("1 finding that may be meant: tested, but for ")
+    with pytest.raises(ReplicationError):
+        spmd.check(kernel, ROWS, COUNT, strict=True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        kernel(np.ones((8, 4), np.float32), np.int32(3))
+    assert any("numbers do not tell: no draw shows" in str(one.message) for one in warned)
+
+
+def test_what_is_meant_per_shard_is_not_asked_for() -> None:
+    def body(x: Any, step: Any) -> Any:
+        with spmd.per_shard("each block decides for itself"):
+            return hidden(x, step)
+
+    found = verdict(body, ROWS, COUNT, pattern="n/dp d, scalar -> n/dp d")
+    assert found.kind in ("tested", "proved") and not found.uncertain
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_mesh_of_unequal_axes_tells_the_size_of_one_from_that_of_another(wrong: bool) -> None:
+    def mean(x: Any) -> Any:
+        return lax.psum(x.sum(0), "dp") / (x.shape[0] * lax.axis_size("tp" if wrong else "dp"))
+
+    kernel = spmd.kernel("b/dp d/tp -> d/tp", mesh=spmd.make_mesh(dp=2, tp=2))(mean)
+    findings = spmd.check(kernel, jax.ShapeDtypeStruct((12, 12), "float32"))
+    assert bool(findings) == wrong, str(findings)
+
+
+def test_a_result_that_is_always_the_same_is_no_evidence() -> None:
+    found = verdict(lambda x: 0.0 * jnp.tanh(x), ROWS)
+    assert found.kind == "tested" and "numbers of result, which are" in " ".join(found.unreached)
+
+
+def test_a_captured_array_of_zeros_is_named() -> None:
+    bias = jnp.zeros(4)
+    found = verdict(lambda x: x + bias[None], ROWS)
+    assert found.kind == "tested" and "a captured array, which is one number: float32[4]" in found.unreached[0]
+
+
+def test_a_tolerance_is_that_of_the_caller() -> None:
+    kernel = spmd.kernel("n/dp d -> n/dp d", mesh=spmd.make_mesh(dp=4))(lambda x: x * (1 + 1e-4))
+    assert spmd.check(kernel, ROWS, reference=lambda x: x).verdict.kind == "wrong"
+    assert spmd.check(kernel, ROWS, reference=lambda x: x, rtol=1e-3).verdict.kind == "proved"
