@@ -38,7 +38,8 @@ from spmd.language import axes_product
 
 # Which reduction completes what was done to a piece. A kind that is not here is completed by no reduction.
 COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
-WRONG = frozenset((*COMPLETES, "position", "sort", "top_k", "product", "fft", "index", "slice", "linear algebra"))
+_NAMES = ("position", "sort", "top_k", "product", "fft", "index", "slice", "linear algebra", "fold", "group")
+WRONG = frozenset((*COMPLETES, *_NAMES))
 
 
 def _grouped(eqn: Equation) -> bool:

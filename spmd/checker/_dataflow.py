@@ -35,6 +35,7 @@ from spmd.checker._state import (
     normal,
     plain,
     size_of,
+    still_pending,
     unify,
 )
 from spmd.checker._table import TABLE
@@ -130,7 +131,7 @@ class Control(Engine):
             value._replace(
                 different=different,
                 partial=value.partial - different,
-                pending=frozenset(p for p in pending if p.axis not in different),
+                pending=still_pending(pending, (value,), predicate.axes - unknown - value.divided),
                 table=None,
             )
         )

@@ -21,6 +21,7 @@ from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    OWN,
     QUIET,
     UNREAD,
     Axes,
@@ -41,6 +42,7 @@ from spmd.checker._state import (
     plain,
     remade,
     size_of,
+    still_pending,
     unify,
 )
 from spmd.checker._table import TABLE, Entry, Map
@@ -314,7 +316,7 @@ class Engine(Domain):
         m, known = entry.map(eqn), len(self.findings)
         labels, lost = self._labels(m, eqn, operands)
         partial, unknown, zero = NONE, NONE, False
-        given = _together(operands)
+        given, beside = _together(operands[: len(m.operands)]), operands[len(m.operands) :]
         if given.partial or given.zero:
             partial, unknown, zero = LINEAR[entry.linear](self, eqn, operands)
         quiet = {p.axis for p in given.pending if p.kind == UNREAD}
@@ -327,7 +329,7 @@ class Engine(Domain):
             self.about[self.findings[-1]] = eqn
             self._said_once(eqn, operands, known)
             lost = set()
-        told = {Pending(UNREAD, axis, -1) for axis in quiet}
+        told = {Pending(UNREAD, axis, -1) for axis in quiet} | {Pending(OWN, axis, -1) for axis in lost}
         if quiet:
             unknown -= quiet
             given = given._replace(pending=frozenset(p for p in given.pending if p.axis not in quiet))
@@ -344,8 +346,10 @@ class Engine(Domain):
             different |= {p.axis for p in pending}
             pending = NONE
         partial = (partial | summed) - different - set(held)
+        for one in beside:  # it only says where to look: along other axes than these
+            different |= one.axes.difference(partial, held, {p.axis for p in pending})
         if pending or given.pending or told:
-            pending = frozenset(p for p in pending | given.pending | told if p.axis not in different)
+            pending = still_pending(pending | given.pending | told, operands, unknown)
         if (chosen := _left_out(eqn, operands)) and not chosen.isdisjoint(held):  # a block, or a term of a sum
             result = [hide(dims, chosen) for dims in result]
             different |= chosen.difference(partial, *map(axes_of_dim, result[0]))

@@ -124,12 +124,26 @@ def _asked(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict
     try:
         found = run(*given)
     except Exception as error:  # whatever JAX says of what it cannot compute at once
-        raise NotSimulated(f"{eqn.primitive.name}: {type(error).__name__}") from error
+        found = _one_by_one(eqn, params, given, mapped, count, error)
     outs = found if eqn.primitive.multiple_results else [found]
     if not all(isinstance(out, jax.Array | np.ndarray) for out in outs):  # a `jax.Ref`
         raise NotSimulated(f"{eqn.primitive.name} gives what is not an array")
     shared = front if 0 in mapped else (1,) * lead
     return [_held(out, v.aval, shared) for out, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _one_by_one(
+    eqn: Equation, params: Any, given: Sequence[Any], mapped: Sequence[int | None], count: int, error: Exception
+) -> Any:
+    """The results on one device after another, of a primitive that JAX does not map."""
+    try:
+        if 0 not in mapped:
+            raise error
+        rows = ([x if own is None else x[i] for x, own in zip(given, mapped, strict=True)] for i in range(count))
+        found = [eqn.primitive.bind(*row, **params) for row in rows]
+    except Exception as alone:
+        raise NotSimulated(f"{eqn.primitive.name}: {type(alone).__name__}") from alone
+    return jax.tree.map(lambda *outs: np.stack(outs), *found)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -310,10 +324,13 @@ def _sliced(eqn: Equation, lead: int, x: Array) -> Array:
 
 
 def _padded(eqn: Equation, lead: int, x: Array, value: Array) -> Array:
-    config = eqn.params["padding_config"]
-    shape = shape_of(eqn.outvars[0])
+    return padded(lead, x, value, eqn.params["padding_config"])
+
+
+def padded(lead: int, x: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Array:
+    """An array with a number around it and between its elements, as `jax.lax.pad` says it."""
     front = np.broadcast_shapes(x.shape[:lead], value.shape[:lead])
-    filled = value.reshape(value.shape[:lead] + (1,) * len(shape))
+    filled = value.reshape(value.shape[:lead] + (1,) * len(config))
     grown = [max(low, 0) + max(high, 0) + n + max(n - 1, 0) * inner
              for n, (low, high, inner) in zip(x.shape[lead:], config, strict=True)]  # fmt: skip
     out = np.broadcast_to(filled, (*front, *grown)).copy()

@@ -45,6 +45,7 @@ from spmd.checker._primitives import (
     draws,
     generator,
     numbers_of,
+    padded,
     stay_inside,
     wide_dtype,
 )
@@ -647,14 +648,41 @@ def _alike(machine: Simulator, eqn: Equation, key: Array, noise: float) -> Array
 
 def _folds(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """A `reduce`, whose jaxpr takes what is gathered so far and one more element of each array."""
-    [part], count = held(eqn), len(operands) // 2
+    count = len(operands) // 2
     gone = [machine.lead + d for d in eqn.params["dimensions"]]
     arrays = [np.moveaxis(x, gone, range(len(gone))) for x in operands[:count]]
-    rest = (1,) * len(shape_of(eqn.outvars[0]))
-    found = [np.reshape(x, x.shape[: machine.lead] + rest) for x in operands[count:]]
-    for at in np.ndindex(arrays[0].shape[: len(gone)]):
-        found = machine.run(eqn, part, [*found, *(x[at] for x in arrays)])
+    places = np.ndindex(arrays[0].shape[: len(gone)])
+    return _folded(machine, eqn, operands[count:], ([x[at] for x in arrays] for at in places))
+
+
+def _folds_windows(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """A `reduce_window`: a `reduce` of what stands at each place of a window, for all windows at once."""
+    p, lead, shape = eqn.params, machine.lead, shape_of(eqn.outvars[0])
+    config = [(low, high, inner - 1) for (low, high), inner in zip(p["padding"], p["base_dilation"], strict=True)]
+    count = len(operands) // 2
+    arrays = [padded(lead, x, start, config) for x, start in zip(operands[:count], operands[count:], strict=True)]
+    steps = list(zip(p["window_dilation"], p["window_strides"], shape, strict=True))
+
+    def at(place: Sequence[int]) -> list[Array]:
+        cuts = [slice(i * gap, i * gap + (n - 1) * by + 1, by) for i, (gap, by, n) in zip(place, steps, strict=True)]
+        return [x[(slice(None),) * lead + tuple(cuts)] for x in arrays]
+
+    return _folded(machine, eqn, operands[count:], map(at, np.ndindex(*p["window_dimensions"])))
+
+
+def _folded(
+    machine: Simulator, eqn: Equation, starts: Sequence[Array], elements: Iterator[Sequence[Array]]
+) -> list[Array]:
+    """Return what the jaxpr of an equation makes of numbers to begin with and of elements, one after another."""
+    [part], rest = held(eqn), (1,) * len(shape_of(eqn.outvars[0]))
+    found = [np.reshape(x, x.shape[: machine.lead] + rest) for x in starts]
+    for one in elements:
+        found = machine.run(eqn, part, [*found, *one])
     return [np.broadcast_to(x, x.shape[: machine.lead] + shape_of(v)) for x, v in zip(found, eqn.outvars, strict=True)]
+
+
+def _keyless(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    raise NotSimulated(f"{eqn.primitive.name} draws other numbers in each run: jax.random draws them of a key")
 
 
 def _wraps(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
@@ -690,6 +718,8 @@ Simulator.rules = {
     **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _counts(_random)),
     "random_wrap": _counts(_wraps),
     "reduce": _counts(_folds),
+    "reduce_window": _counts(_folds_windows),
+    "rng_uniform": _keyless,
     "random_unwrap": _same,
     "debug_callback": lambda machine, eqn, operands: [],
     "debug_print": lambda machine, eqn, operands: [],

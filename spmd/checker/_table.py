@@ -27,7 +27,8 @@ class Map(NamedTuple):
     """How the dimensions of one equation correspond.
 
     Attributes:
-      operands: For each operand a label per dimension.
+      operands: For each operand a label per dimension. Those behind them only say where to look, as the sizes of
+        groups of rows do.
       result: A label per dimension of each result.
       reduced: For each label that is reduced, what reduces it: "sum", "max" and so on.
       whole: For each label that is needed whole, what needs it.
@@ -74,11 +75,14 @@ def _elementwise(eqn: Equation) -> Map:
     return Map([every if _rank(v) else () for v in eqn.invars], every)
 
 
-def _reduction(kind: str) -> Callable[[Any], Map]:
+def _reduction(kind: str, name: str = "axes") -> Callable[[Any], Map]:
+    """Dimensions go. A function of its own may have a number to begin with for each array."""
+
     def made(eqn: Equation) -> Map:
-        every = range(_rank(eqn.invars[0]))
-        gone = set(eqn.params["axes"])
-        return Map([every] * len(eqn.invars), [d for d in every if d not in gone], reduced=dict.fromkeys(gone, kind))
+        every, arrays = range(_rank(eqn.invars[0])), len(eqn.outvars)
+        gone = set(eqn.params[name])
+        operands = [every] * arrays + [()] * (len(eqn.invars) - arrays)
+        return Map(operands, [d for d in every if d not in gone], reduced=dict.fromkeys(gone, kind))
 
     return made
 
@@ -139,7 +143,11 @@ def _broadcast(eqn: Equation) -> Map:
 
 
 def _dot(eqn: Equation) -> Map:
-    (one, two), (batch_one, batch_two) = eqn.params["dimension_numbers"]
+    return _product(eqn, eqn.params["dimension_numbers"])
+
+
+def _product(eqn: Equation, numbers: Any) -> Map:
+    (one, two), (batch_one, batch_two) = numbers
     rank = _rank(eqn.invars[0])
     left = list(range(rank))
     right: list[Label] = [NEW] * _rank(eqn.invars[1])
@@ -150,6 +158,22 @@ def _dot(eqn: Equation) -> Map:
         right[j] = rank + n
     result = [*batch_one, *(d for d in left if d not in (*one, *batch_one)), *(right[j] for j in free)]
     return Map([left, right], result, reduced=dict.fromkeys(one, "sum"))
+
+
+def _grouped_dot(eqn: Equation) -> Map:
+    """A product in which each group of rows, one after another, has a matrix of its own: positions say which.
+
+    Where rows are summed over, each group gives a matrix, and the groups come first.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    dot = _product(eqn, numbers.dot_dimension_numbers)
+    left, right = map(list, dot.operands)
+    [rows], group = numbers.lhs_ragged_dimensions, 1000
+    for d in numbers.rhs_group_dimensions:
+        right[d] = group
+    result = [label for label in dot.result if label not in (dot.operands[1][d] for d in numbers.rhs_group_dimensions)]
+    result = [NEW] * (len(shape_of(eqn.outvars[0])) - len(result)) + result
+    return Map([left, right], result, dot.reduced, dict.fromkeys((left[rows], group), "group"))
 
 
 def _conv(eqn: Equation) -> Map:
@@ -185,9 +209,23 @@ def _conv(eqn: Equation) -> Map:
 
 
 def _window(eqn: Equation) -> Map:
-    every, sizes = range(_rank(eqn.invars[0])), eqn.params["window_dimensions"]
-    wide = [d for d in every if sizes[d] > 1 or eqn.params["window_strides"][d] > 1]
-    return Map([every], every, whole=dict.fromkeys(wide, "stencil"), made=frozenset(wide))
+    """Windows of arrays, each of which may have a number to begin with."""
+    every, wide = range(_rank(eqn.invars[0])), _wide(eqn)
+    operands = [every if _rank(v) == len(every) else () for v in eqn.invars]
+    return Map(operands, every, whole=dict.fromkeys(wide, "stencil"), made=frozenset(wide))
+
+
+def _wide(eqn: Equation) -> list[int]:
+    """The dimensions along which a window takes in several elements, or leaves some out."""
+    sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    return [d for d, sides in enumerate(zip(sizes, strides, strict=True)) if max(sides) > 1]
+
+
+def _unwindow(eqn: Equation) -> Map:
+    """The numbers of windows go back to the elements that they were picked from."""
+    every, wide = range(_rank(eqn.invars[0])), _wide(eqn)
+    picked = [1000 + d if d in wide else d for d in every]
+    return Map([picked, every], every, whole=dict.fromkeys((*wide, *picked), "stencil"), made=frozenset(wide))
 
 
 def _matrices(kind: str, core: int = 2) -> Callable[[Any], Map]:
@@ -325,7 +363,7 @@ _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integ
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh one_minus_square
     logistic erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a
     regularized_incomplete_beta bessel_i0e bessel_i1e max min clamp rem floor ceil round nextafter
-    eq ne lt le gt ge eq_to lt_to le_to and or xor not population_count clz
+    eq ne lt le gt ge eq_to lt_to le_to and or xor not population_count clz mulhi reciprocal
     shift_left shift_right_logical shift_right_arithmetic"""
 
 _enter(_IDENTITIES, _elementwise, "passes", "elementwise")
@@ -355,6 +393,7 @@ for _name, _kind in (
 ):
     _enter(f"reduce_{_name}", _reduction(_kind), "curved", f"reduced: {_kind}", "axes")
 _enter("argmax argmin", _reduction("position"), "curved", "reduced: position", "axes", "index_dtype")
+_enter("reduce", _reduction("fold", "dimensions"), "curved", "reduced: fold", "dimensions")
 _enter("cumsum", _scan("scan"), "passes", "whole: scan", "axis")
 _enter("cumprod cummax cummin cumlogsumexp", _scan("scan"), "curved", "whole: scan", "axis")
 _enter("sort", _along("sort", "dimension"), "curved", "whole: sort", "dimension")
@@ -369,11 +408,16 @@ _enter("dynamic_update_slice", _update, "writes", "whole: update")
 _enter("dot_general", _dot, "product", "reduced: sum", "dimension_numbers")
 _enter("conv_general_dilated", _conv, "product", "reduced: sum, whole: stencil", "dimension_numbers")
 _enter("fft", _fft, "passes", "whole: fft", "fft_lengths")
-_enter("reduce_window_sum cumulative_sum", _window, "passes", "whole: stencil", "window_dimensions")
-_enter("reduce_window_max reduce_window_min", _window, "curved", "whole: stencil", "window_dimensions")
+_enter("ragged_dot_general", _grouped_dot, "grouped", "reduced: sum, whole: group", "ragged_dot_dimension_numbers")
+for _names, _map, _linear in (
+    ("reduce_window_sum cumulative_sum select_and_gather_add", _window, "passes"),
+    ("reduce_window reduce_window_max reduce_window_min", _window, "curved"),
+    ("select_and_scatter_add", _unwindow, "passes"),
+):
+    _enter(_names, _map, _linear, "whole: stencil", "window_dimensions", "window_strides")
 _enter(
-    """cholesky lu qr geqrf eig eigh svd schur householder_product hessenberg
-    tridiagonal tridiagonal_solve lu_solve""",
+    """cholesky lu qr geqrf geqp3 eig eigh svd schur householder_product ormqr hessenberg cholesky_update
+    symmetric_product tridiagonal tridiagonal_solve lu_solve""",
     _matrices("linear algebra"),
     "curved",
     "whole: linear algebra",
