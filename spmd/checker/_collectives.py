@@ -48,8 +48,12 @@ def _grouped(eqn: Equation) -> bool:
 
 
 def _unplaced(walk: Engine, operand: State, shape: Sequence[int], different: Axes) -> State:
-    """A value of which only the axes along which it may differ are known: those of the operand, and these."""
-    return walk.kept(State(tuple(map(hidden, shape)), different=operand.axes | frozenset(different)))
+    """A value of which only the axes along which it may differ are known: those of the operand, and these. Along other
+    axes a term of a sum is one still, and what was done to a piece is done."""
+    pending = _left(operand, frozenset(different))
+    partial = operand.partial.difference(different)
+    different = (operand.axes - partial - {p.axis for p in pending} | operand.different).union(different)
+    return walk.kept(State(tuple(map(hidden, shape)), partial, different, pending))
 
 
 def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
@@ -340,7 +344,7 @@ def _retypes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Sta
     """Our own casts. A relayout knows what is equal. Opaque code says nothing about its arguments and results."""
     axes, to = frozenset(walk.tracked(eqn.params["axes"])), eqn.params["to"]
     if to in ("hidden", "reference", "shown"):
-        return walk.unknown(eqn, operands)
+        return walk.hidden(eqn, operands)
     if to != "invarying":
         return list(operands)
     return [walk.kept(equal_along(o, axes)) for o in operands]

@@ -248,9 +248,19 @@ class Engine(Domain):
         return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
 
     def unknown(self, eqn: Equation, operands: Sequence[State]) -> list[State]:
-        """The results of an equation that no rule knows. They may differ wherever an operand does."""
-        different = NONE.union(*(o.axes for o in operands))
-        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
+        """The results of an equation that no rule knows. They may differ wherever an operand does. A term of a sum may
+        be one still, and what was done to a piece is done."""
+        given = _together([o for o in operands if not o.zero])
+        pending = still_pending(given.pending, operands)
+        partial = given.partial.difference(given.different, *(o.divided for o in operands))
+        known = {"partial": partial, "pending": pending}
+        return self.hidden(eqn, operands, NONE.union(partial, (p.axis for p in pending)), **known)
+
+    def hidden(self, eqn: Equation, operands: Sequence[State], known: Iterable[str] = (), **facts: Any) -> list[State]:
+        """The results of an equation that nobody can look into: they may differ wherever an operand does, but for the
+        axes of which something else is known."""
+        different = NONE.union(*(o.axes for o in operands)).difference(known)
+        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different, **facts)) for v in eqn.outvars]
 
     # --- equations -------------------------------------------------------------------------------------------
 
@@ -469,10 +479,10 @@ class Engine(Domain):
         return not axes or any(map(self.wide, axes))
 
     def unread(self, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
+        axes = NONE.union(*(o.axes for o in operands))
         if not is_unknown(eqn):
-            return self.step(eqn, operands)
-        pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
-        return [self.kept(State(tuple(map(hidden, shape_of(v))), pending=pending)) for v in eqn.outvars]
+            return self.hidden(eqn, operands)
+        return self.hidden(eqn, operands, axes, pending=frozenset(Pending(UNREAD, axis, -1) for axis in axes))
 
 
 def _fewer(dim: Dim, size: int) -> Dim:
