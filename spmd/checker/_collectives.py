@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd._jaxprs.lines import gradient_line
+from spmd._jaxprs.primitives import COLLECTIVES, DONE
 from spmd._jaxprs.walker import Equation, Variable, axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._reports import (
@@ -69,8 +70,7 @@ def _reduces(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Sta
     axes = walk.tracked(axes_of(eqn))
     if _grouped(eqn):
         return [_unplaced(walk, o, shape_of(v), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
-    name = eqn.primitive.name
-    name = name if name in ("pmax", "pmin") else "psum"
+    name = COLLECTIVES[eqn.primitive.name]
     if axes and name == "psum" and walk.active and walk.checked.issuperset(axes) and walk.adds_up_gradients(eqn):
         line = gradient_line(eqn)
         walk.once(
@@ -262,7 +262,7 @@ def _exchanges(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[S
         return list(operands)
     outs = []
     for operand, var in zip(operands, eqn.outvars, strict=True):
-        known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
+        known = eqn.params.get("tiled") and not _grouped(eqn)  # a pgather is not
         out = _exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None
         outs.append(out or _unplaced(walk, operand, shape_of(var), axes))
     return outs
@@ -326,6 +326,14 @@ def _permutes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[St
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
+def _broadcasts(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
+    """pbroadcast: the value of one device, on all."""
+    [operand, *_], axes = operands, frozenset(walk.tracked(axes_of(eqn)))
+    if operand.partial & axes and not operand.zero:
+        walk.fault(eqn, operand.partial & axes, "nonlinear", nonlinear_use)
+    return [walk.kept(equal_along(operand, axes))]
+
+
 def _indexes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """axis_index: a scalar that differs along its axis."""
     out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn)))))
@@ -369,17 +377,22 @@ def _declares_partial(walk: Engine, eqn: Equation, operands: Sequence[State]) ->
     return [walk.kept(o._replace(partial=o.partial | axes, different=o.different - axes)) for o in operands]
 
 
-COLLECTIVES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
-    **dict.fromkeys(("all_to_all", "pgather"), _exchanges),
+_RULES = {
+    **dict.fromkeys(("psum", "pmax", "pmin"), _reduces),
+    "all_gather": _gathers,
+    "psum_scatter": _scatters,
+    "all_to_all": _exchanges,
+    "pgather": _exchanges,
     "ragged_all_to_all": _ragged,
     "ppermute": _permutes,
+    "pbroadcast": _broadcasts,
+}
+RULES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
+    **{name: _RULES[verb] for name, verb in COLLECTIVES.items() if verb in _RULES},
     "axis_index": _indexes,
     "spmd_split": _split,
     "spmd_retype": _retypes,
     "spmd_relayout": _relays,
-    **dict.fromkeys(("optimization_barrier", "device_put"), _each),
+    **dict.fromkeys(("optimization_barrier", "device_put", *DONE), _each),
     **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), _declares_partial),
 }

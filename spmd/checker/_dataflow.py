@@ -15,7 +15,7 @@ from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import is_differentiated, is_ours
 from spmd._jaxprs.walker import COMMUNICATES, Equation, Held, Rule, Variable, axes_of, equations, held, opened, shape_of
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
-from spmd.checker._collectives import COLLECTIVES
+from spmd.checker._collectives import RULES as COLLECTIVES
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding
 from spmd.checker._history import shown_spec

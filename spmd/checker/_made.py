@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from spmd._jaxprs.primitives import of_verbs
 from spmd._jaxprs.walker import Equation, Variable, call_of, opened, shape_of
 from spmd.checker._history import Call, call_around
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
@@ -138,7 +139,7 @@ def _whole(walk: Any, atom: Variable) -> bool:
 
 def _keeps_sizes(eqn: Equation) -> bool:
     name = eqn.primitive.name
-    if name in _RULES or name in ("all_gather", "all_gather_invariant", "spmd_split") or call_of(eqn) is not None:
+    if name in _RULES or name in of_verbs("all_gather") or name == "spmd_split" or call_of(eqn) is not None:
         return True
     return name in TABLE and TABLE[name].says == "elementwise"
 
@@ -370,6 +371,6 @@ _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(("add", "sub", "add_any"), _sum),
     **dict.fromkeys(("mul", "div"), _product),
     **{f"reduce_{name}": _reduced(op) for name, op in _REDUCTIONS.items()},
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _summed),
+    **dict.fromkeys(of_verbs("psum"), _summed),
     "dot_general": _contracted,
 }

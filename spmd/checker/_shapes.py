@@ -337,7 +337,19 @@ def _random(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Stat
     return outs
 
 
+def _keyless(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
+    """Random numbers without a key: each device draws its own, and others in each run."""
+    return [walk.kept(State(tuple(map(hidden, shape_of(eqn.outvars[0]))), different=frozenset(walk.tracked(walk.sizes))))]
+
+
+def _tied(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
+    """The last operand, which waits for the others."""
+    return [operands[-1]]
+
+
 RULES = {
+    "tie": _tied,
+    "rng_uniform": _keyless,
     "reshape": _reshape,
     "dynamic_slice": _dynamic_slice,
     "tile": _tile,

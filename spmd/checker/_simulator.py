@@ -20,6 +20,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.primitives import COLLECTIVES, DONE
 from spmd._jaxprs.walker import (
     COMMUNICATES,
     Domain,
@@ -574,6 +575,15 @@ def _shift_of(pairs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
     return [(one, (one + by) % count) for one in range(count) if ring or 0 <= one + by < count]
 
 
+def _broadcasts(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """The value of one device on all: its number is a parameter, or an operand."""
+    names, lead = _named(machine, eqn), machine.lead
+    found = machine.gathered(operands[0], names, 0)
+    rows = found.reshape((*found.shape[:lead], -1, *operands[0].shape[lead:]))
+    source = np.full((1,) * lead, eqn.params["source"]) if len(operands) == 1 else operands[1]
+    return [np.take_along_axis(rows, source.reshape((*source.shape, *(1,) * (rows.ndim - lead))), lead).squeeze(lead)]
+
+
 def _indexes(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     out = np.zeros((1,) * machine.lead, np.int32)
     for axis in _named(machine, eqn):
@@ -696,23 +706,26 @@ def _counts(rule: Rule) -> Rule:
     return lambda machine, eqn, operands: rule(machine, eqn, machine.plain(eqn, operands))
 
 
-_SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
+_SAME = """pvary pcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_scatter_done reduce_precision spmd_layout spmd_assert_equal spmd_order
+    copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_order
     spmd_fused spmd_retype"""
 
-Simulator.rules = {
-    **dict.fromkeys(_SAME.split(), _same),
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _counts(_reduces(np.sum))),
+_VERBS: dict[str, Rule] = {
+    "psum": _counts(_reduces(np.sum)),
     "pmax": _counts(_reduces(np.max)),
     "pmin": _counts(_reduces(np.min)),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(
-        ("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _counts(_scatters)
-    ),
+    "all_gather": _gathers,
+    "psum_scatter": _counts(_scatters),
     "all_to_all": _exchanges,
     "ragged_all_to_all": _counts(_ragged),
     "ppermute": _permutes,
+    "pbroadcast": _broadcasts,
+}
+
+Simulator.rules = {
+    **dict.fromkeys((*_SAME.split(), *DONE), _same),
+    **{name: _VERBS[verb] for name, verb in COLLECTIVES.items() if verb in _VERBS},
     "axis_index": _indexes,
     "spmd_split": _splits,
     **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _counts(_random)),

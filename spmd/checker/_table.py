@@ -357,8 +357,7 @@ def _enter(names: str, how: Callable[[Any], Map], linear: str, says: str, *param
 
 
 _IDENTITIES = """neg real imag conj copy copy_p spmd_fused stop_gradient name sharding_constraint reshard
-    pvary pbroadcast pcast preduced reduced_vary_cast reduced_vary_cast_p reduce_precision mesh_cast
-    layout_constraint reduce_scatter_done"""
+    pvary pcast preduced reduced_vary_cast reduced_vary_cast_p reduce_precision mesh_cast layout_constraint"""
 _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integer_pow pow polynomial
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh one_minus_square
     logistic erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a

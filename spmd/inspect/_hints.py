@@ -13,12 +13,12 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.lines import gradient_line, is_transposed, line_of, short_line
+from spmd._jaxprs.primitives import of_verbs
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, opened, shape_of, walk
 from spmd._text import bytes_text, sent_bytes
 from spmd.inspect._collectives import grouped
 from spmd.language import axes_product
 
-_SUMS = frozenset(("psum", "psum_invariant"))
 # Linear in their first operand, or in each of them.
 _LINEAR_NAMES = """neg convert_element_type reshape transpose squeeze reduce_sum slice dynamic_slice copy rev
     spmd_layout name sharding_constraint pcast pvary mul div dot_general scatter-add scatter_add"""
@@ -146,7 +146,7 @@ class _Sums(Domain):
         return found
 
 
-_Sums.rules = dict.fromkeys(_SUMS, _Sums.sum)
+_Sums.rules = dict.fromkeys(of_verbs("psum"), _Sums.sum)
 
 
 def hints_of(jaxpr: Any) -> tuple[Hint, ...]:
