@@ -327,7 +327,7 @@ class Engine(Domain):
         labels, lost = self._labels(m, eqn, operands)
         partial, unknown, zero = NONE, NONE, False
         given, beside = _together(operands[: len(m.operands)]), operands[len(m.operands) :]
-        if given.partial or given.zero:
+        if given.partial or given.zero or any(one.partial for one in beside):
             partial, unknown, zero = LINEAR[entry.linear](self, eqn, operands)
         quiet = {p.axis for p in given.pending if p.kind == UNREAD}
         if len(self.findings) > known:  # what comes of a mistake that was reported is not reported again
@@ -345,6 +345,9 @@ class Engine(Domain):
             given = given._replace(pending=frozenset(p for p in given.pending if p.axis not in quiet))
         different = given.different.union(lost, unknown)
         summed, pending = self._reduced(m, eqn, labels)
+        # What only says where to look is of this device's own piece, if it differs.
+        own = NONE.union(*(one.axes - one.divided for one in beside))
+        pending = frozenset([p for p in pending if p.axis not in own])
         result = [self._result_dims(m, labels, var) for var in eqn.outvars]
         held: Axes = ()
         for dim in result[0]:
@@ -356,8 +359,7 @@ class Engine(Domain):
             different |= {p.axis for p in pending}
             pending = NONE
         partial = (partial | summed) - different - set(held)
-        for one in beside:  # it only says where to look: along other axes than these
-            different |= one.axes.difference(partial, held, {p.axis for p in pending})
+        different |= own.difference(partial, held, {p.axis for p in pending})
         if pending or given.pending or told:
             pending = still_pending(pending | given.pending | told, operands, unknown)
         if (chosen := _left_out(eqn, operands)) and not chosen.isdisjoint(held):  # a block, or a term of a sum

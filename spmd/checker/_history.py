@@ -26,7 +26,9 @@ from spmd.language import Layout, axes_tuple
 EQUAL = of_verbs("psum", "pmax", "pmin")
 GATHERS = of_verbs("all_gather")
 _MOVES = of_verbs("ppermute")
-_DIFFERENT = _MOVES | of_verbs("psum_scatter", "all_to_all", "ragged_all_to_all", "pgather") | {"axis_index", "spmd_split"}
+_DIFFERENT = (
+    _MOVES | of_verbs("psum_scatter", "all_to_all", "ragged_all_to_all", "pgather") | {"axis_index", "spmd_split"}
+)
 # Those whose results differ whatever their operands are: nothing behind them is a reason.
 _ENDS = (EQUAL | GATHERS | _DIFFERENT) - _MOVES
 _GATHERED = EQUAL | GATHERS | {"spmd_assert_equal"}

@@ -143,7 +143,9 @@ class _Walk:
         for one, other in zip(eqn.invars, twin.invars, strict=False):
             if own and isinstance(one, Literal) and isinstance(other, Literal) and abs(one.val) < abs(other.val):
                 self.counts[line] = f"{one.val:g}", f"{other.val:g}"
-        parts = zip(held(eqn), held(twin), strict=False) if eqn.params.get("length") == twin.params.get("length") else ()
+        parts = (
+            zip(held(eqn), held(twin), strict=False) if eqn.params.get("length") == twin.params.get("length") else ()
+        )
         for part, like in parts:
             if part.role == Role.SCALARS:  # a part of the equation's own work
                 continue

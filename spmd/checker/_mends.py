@@ -409,7 +409,7 @@ KINDS = {
     "all": "a test of all elements", "any": "a test of any element",
     "position": "an argmax or argmin", "scan": "a cumulative operation", "sort": "a sort", "flip": "a flip",
     "fft": "a transform", "stencil": "a stencil", "slice": "a slice", "pad": "a pad", "index": "an index",
-    "concatenate": "a concatenation", "fold": "a reduction", "group": "a product by groups of rows", "top_k": "a top_k", "linear algebra": "a factorisation",
+    "concatenate": "a concatenation", "fold": "a reduction", "group": "a grouping", "top_k": "a top_k", "linear algebra": "a factorisation",
     "recurrence": "a loop", "pairs": "a product of one piece with another", "update": "an update",
     "gather": "a gather along another dimension", "xor": "an xor",
     "term": "a slice of a partial sum, this device's block of its own term,",

@@ -339,7 +339,9 @@ def _random(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Stat
 
 def _keyless(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Random numbers without a key: each device draws its own, and others in each run."""
-    return [walk.kept(State(tuple(map(hidden, shape_of(eqn.outvars[0]))), different=frozenset(walk.tracked(walk.sizes))))]
+    return [
+        walk.kept(State(tuple(map(hidden, shape_of(eqn.outvars[0]))), different=frozenset(walk.tracked(walk.sizes))))
+    ]
 
 
 def _tied(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:

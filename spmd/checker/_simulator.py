@@ -708,8 +708,8 @@ def _counts(rule: Rule) -> Rule:
 
 _SAME = """pvary pcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_precision spmd_layout spmd_assert_equal spmd_order
-    spmd_fused spmd_retype"""
+    copy_p stop_gradient name reduce_precision relayout xla_metadata_value with_memory_space_constraint spmd_layout
+    spmd_assert_equal spmd_order spmd_fused spmd_retype"""
 
 _VERBS: dict[str, Rule] = {
     "psum": _counts(_reduces(np.sum)),

@@ -223,9 +223,12 @@ def _wide(eqn: Equation) -> list[int]:
 
 def _unwindow(eqn: Equation) -> Map:
     """The numbers of windows go back to the elements that they were picked from."""
-    every, wide = range(_rank(eqn.invars[0])), _wide(eqn)
+    shape, wide = shape_of(eqn.outvars[0]), _wide(eqn)
+    every = range(len(shape))
     picked = [1000 + d if d in wide else d for d in every]
-    return Map([picked, every], every, whole=dict.fromkeys((*wide, *picked), "stencil"), made=frozenset(wide))
+    operands = [(every if shape_of(v) == shape else picked)[: _rank(v)] for v in eqn.invars]
+    whole = dict.fromkeys((*wide, *(1000 + d for d in wide)), "stencil")
+    return Map(operands, every, whole=whole, made=frozenset(wide))
 
 
 def _matrices(kind: str, core: int = 2) -> Callable[[Any], Map]:
@@ -357,7 +360,8 @@ def _enter(names: str, how: Callable[[Any], Map], linear: str, says: str, *param
 
 
 _IDENTITIES = """neg real imag conj copy copy_p spmd_fused stop_gradient name sharding_constraint reshard
-    pvary pcast preduced reduced_vary_cast reduced_vary_cast_p reduce_precision mesh_cast layout_constraint"""
+    pvary pcast preduced reduced_vary_cast reduced_vary_cast_p reduce_precision mesh_cast layout_constraint
+    relayout xla_metadata_value with_memory_space_constraint"""
 _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integer_pow pow polynomial
     sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh one_minus_square
     logistic erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a
@@ -412,6 +416,7 @@ for _names, _map, _linear in (
     ("reduce_window_sum cumulative_sum select_and_gather_add", _window, "passes"),
     ("reduce_window reduce_window_max reduce_window_min", _window, "curved"),
     ("select_and_scatter_add", _unwindow, "passes"),
+    ("select_and_scatter", _unwindow, "curved"),
 ):
     _enter(_names, _map, _linear, "whole: stencil", "window_dimensions", "window_strides")
 _enter(

@@ -171,17 +171,19 @@ def along(
 def check_ungrouped(call: Call) -> None:
     """Check that each dimension in brackets has one name. One name does for `[(x y)/a]`, which is one dimension, unless
     an axis divides a factor inside of it."""
-    sides = call.pattern.inputs
-    dim = next((dim for side in sides for dim in side.dims if dim.bracket and len(dim.atoms) > 1), None)
+    sides = call.pattern.inputs, call.pattern.outputs
+    dim = next((dim for side in sides[0] for dim in side.dims if dim.bracket and len(dim.atoms) > 1), None)
     if dim is None:
         return
-    name, fix = "".join(atom.name for atom in dim.atoms), None
+    name, fix, advice = "".join(atom.name for atom in dim.atoms), None, "rearrange it into dimensions of their own first"
     if name.isidentifier() and not any(atom.axes for atom in dim.atoms[1:]) and name not in call.pattern.names:
         one = replace(dim, composite=False, atoms=(replace(dim.atoms[0], name=name),))
-        again = (Layout.from_dims([one if d == dim else d for d in side.dims]).short for side in sides)
-        fix = f'"{", ".join(again)}"'
+        named = lambda side: Layout.from_dims([one if d == dim else d for d in side.dims]).short
+        fix, advice = f'"{" -> ".join(", ".join(map(named, side)) for side in sides if side)}"', None
+        if bound := [key for key in dim.names if key in call.given]:
+            fix, advice = None, f"{fix}, without {', '.join(f'{key}=' for key in bound)}"
     rule = f"{call.name.rpartition('.')[2]} works along dimensions with one name, and this one has {len(dim.atoms)}."
-    call.fail(rule, at=dim.span, fix=fix, advice=None if fix else "rearrange it into dimensions of their own first")
+    call.fail(rule, at=dim.span, fix=fix, advice=advice)
 
 
 def one_unnamed(layout: Layout) -> Layout:
