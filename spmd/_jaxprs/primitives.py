@@ -17,9 +17,11 @@ _VERBS = {
     "psend": "psend",
     "precv": "precv",
 }
-_BEGUN = {name: verb for verb, names in _VERBS.items() for name in names.split()}
-# The asynchronous ones begin with the operands, and give the result in the end.
-COLLECTIVES = _BEGUN | {f"{name}_start": verb for name, verb in _BEGUN.items()}
+# Of these there are asynchronous ones, which begin with the operands and give the result in the end.
+_BEGUN = [name for verb in ("psum", "all_gather", "psum_scatter", "all_to_all", "ppermute", "pbroadcast")
+          for name in _VERBS[verb].split()]  # fmt: skip
+COLLECTIVES = {name: verb for verb, names in _VERBS.items() for name in names.split()}
+COLLECTIVES |= {f"{name}_start": COLLECTIVES[name] for name in _BEGUN}
 DONE = frozenset(f"{name}_done" for name in _BEGUN)
 
 

@@ -175,7 +175,11 @@ def check_ungrouped(call: Call) -> None:
     dim = next((dim for side in sides[0] for dim in side.dims if dim.bracket and len(dim.atoms) > 1), None)
     if dim is None:
         return
-    name, fix, advice = "".join(atom.name for atom in dim.atoms), None, "rearrange it into dimensions of their own first"
+    name, fix, advice = (
+        "".join(atom.name for atom in dim.atoms),
+        None,
+        "rearrange it into dimensions of their own first",
+    )
     if name.isidentifier() and not any(atom.axes for atom in dim.atoms[1:]) and name not in call.pattern.names:
         one = replace(dim, composite=False, atoms=(replace(dim.atoms[0], name=name),))
         named = lambda side: Layout.from_dims([one if d == dim else d for d in side.dims]).short

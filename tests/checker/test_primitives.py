@@ -166,7 +166,11 @@ def test_what_it_computes(name: str) -> None:
 
 
 # A gradient inside of a body adds up what the devices have.
-ON_DEVICES = [name for name in PROGRAMS if "key" not in name and name not in ("threefry", "grouped products", "windows of a derivative")]
+ON_DEVICES = [
+    name
+    for name in PROGRAMS
+    if "key" not in name and name not in ("threefry", "grouped products", "windows of a derivative")
+]
 
 
 @pytest.mark.parametrize("name", ON_DEVICES)

@@ -202,7 +202,12 @@ def _side_by_side(q, k, v):
 
 
 @foreign(
-    "AI-Hypercomputer/maxtext src/maxtext/models/qwen3.py:700", _side_by_side, mapped=True, asks=("pending",), data=2, tp=4
+    "AI-Hypercomputer/maxtext src/maxtext/models/qwen3.py:700",
+    _side_by_side,
+    mapped=True,
+    asks=("pending",),
+    data=2,
+    tp=4,
 )
 def joined_on_each_shard(mesh):
     """The convolution's weights lie in the same order, so nothing is sent."""
