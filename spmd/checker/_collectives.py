@@ -53,8 +53,8 @@ def _unplaced(walk: Engine, operand: State, shape: Sequence[int], different: Axe
     axes a term of a sum is one still, and what was done to a piece is done."""
     pending = _left(operand, frozenset(different))
     partial = operand.partial.difference(different)
-    different = (operand.axes - partial - {p.axis for p in pending} | operand.different).union(different)
-    return walk.kept(State(tuple(map(hidden, shape)), partial, different, pending))
+    unknown = (operand.axes - partial - {p.axis for p in pending} | operand.different).union(different)
+    return walk.kept(State(tuple(map(hidden, shape)), partial, unknown, pending))
 
 
 def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:

@@ -8,7 +8,6 @@ from typing import Any
 from spmd._text import fields_of
 from spmd.errors import Fault
 
-
 MEANT = "meant per shard?"  # what is asked where numbers do not decide
 
 
