@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd._jaxprs.lines import gradient_line
-from spmd._jaxprs.primitives import COLLECTIVES, DONE
+from spmd._jaxprs.primitives import COLLECTIVES
 from spmd._jaxprs.walker import Equation, Variable, axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._reports import (
@@ -393,6 +393,6 @@ RULES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
     "spmd_split": _split,
     "spmd_retype": _retypes,
     "spmd_relayout": _relays,
-    **dict.fromkeys(("optimization_barrier", "device_put", *DONE), _each),
+    **dict.fromkeys(("optimization_barrier", "device_put"), _each),
     **dict.fromkeys(("vary_unreduced_cast", "vary_unreduced_cast_p"), _declares_partial),
 }

@@ -45,7 +45,7 @@ from spmd.checker._state import (
     still_pending,
     unify,
 )
-from spmd.checker._table import TABLE, Entry, Map
+from spmd.checker._table import TABLE, Entry, Map, elementwise
 from spmd.errors import Fault
 from spmd.language import Layout
 
@@ -274,7 +274,7 @@ class Engine(Domain):
 
     def _by_table(self, entry: Entry, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
         name = eqn.primitive.name
-        same = _unchanged(operands) if entry.says == "elementwise" else None
+        same = _unchanged(operands) if entry.map is elementwise else None
         if same is not None:
             return [same]
         counted = bool(operands) and None not in [o.table for o in operands]

@@ -20,7 +20,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.primitives import COLLECTIVES, DONE
+from spmd._jaxprs.primitives import COLLECTIVES, PRIMITIVES
 from spmd._jaxprs.walker import (
     COMMUNICATES,
     Domain,
@@ -706,11 +706,7 @@ def _counts(rule: Rule) -> Rule:
     return lambda machine, eqn, operands: rule(machine, eqn, machine.plain(eqn, operands))
 
 
-_SAME = """pvary pcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
-    vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_precision relayout xla_metadata_value with_memory_space_constraint spmd_layout
-    spmd_assert_equal spmd_order spmd_fused spmd_retype"""
-
+_SAME = [name for name, one in PRIMITIVES.items() if one.dims == "same"]
 _VERBS: dict[str, Rule] = {
     "psum": _counts(_reduces(np.sum)),
     "pmax": _counts(_reduces(np.max)),
@@ -724,7 +720,7 @@ _VERBS: dict[str, Rule] = {
 }
 
 Simulator.rules = {
-    **dict.fromkeys((*_SAME.split(), *DONE), _same),
+    **dict.fromkeys((*_SAME, "reduce_precision"), _same),
     **{name: _VERBS[verb] for name, verb in COLLECTIVES.items() if verb in _VERBS},
     "axis_index": _indexes,
     "spmd_split": _splits,
