@@ -126,8 +126,8 @@ def _add_programs(commands: Any) -> None:
         "check",
         "where a program does not mean what its layouts say",
         "The findings of the checker for a whole program. It is traced, not run. PROGRAM as in explain.\n"
-        "Of a program without kernels, the compiler's plan. Exits with 1 if there are findings; with --strict, with\n"
-        "3 if numbers could not be compared.",
+        "Of a program without kernels, the compiler's plan. Exits with 1 if there are findings, but for questions:\n"
+        "what may be meant per shard; with --strict, with 3 if numbers could not be compared.",
     )
     check.add_argument("--source", action="store_true", help="print the program with the layout of each line")
     check.add_argument("--json", action="store_true", help="print the findings as JSON")

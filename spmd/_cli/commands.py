@@ -177,7 +177,7 @@ def run_search(options: Any) -> int:
 def run_check(options: Any) -> int:
     """`check`: the findings of a program, or JSON, and its lines with their layouts.
 
-    It returns 1 if there are any, and with `--strict` 3 if numbers could not be compared.
+    It returns 1 if there are any that are certain, and with `--strict` 3 if numbers could not be compared.
     """
     fn, args = _program(options)
     reference = loaded(options.reference) if options.reference else None
@@ -192,7 +192,7 @@ def run_check(options: Any) -> int:
     else:
         _print("\n\n".join([*source.values(), str(found), *([] if plan is None else [str(plan)])]))
     untested = options.strict and found.verdict.kind not in ("proved", "tested", "typed")
-    return 1 if found else 3 if untested else 0
+    return 1 if any(one.certain for one in found) else 3 if untested else 0
 
 
 def run_port(options: Any) -> int:

@@ -99,7 +99,8 @@ def call_site(eqn: Any, callers: Sequence[Any]) -> tuple[Any, Sequence[Any]] | N
     package.
 
     A function of JAX's such as `jnp.where` is traced once and kept, so its equations do not know who called it. Its
-    call does. What the functions of a user do that this package calls is the user's, and so is what `spmd.cond` decides by.
+    call does. What the functions of a user do that this package calls is the user's, and so is what `spmd.cond` decides
+    by.
     """
     at, around = eqn, callers
     while around and all(_compat.in_jax(_file_of(one.jaxpr)) for one in held(around[-1])):

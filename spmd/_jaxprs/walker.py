@@ -18,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 
 from jax.extend.core import Literal, jaxprs_in_params
 
+from spmd._jaxprs.primitives import COLLECTIVES
+
 
 class Variable(Protocol):
     """A variable of a jaxpr, or a number that stands in one. Its type has a shape and a dtype, but for a token's."""
@@ -199,10 +201,7 @@ def is_unknown(eqn: Equation) -> bool:
 
 # --- collectives ----------------------------------------------------------------------------------------------
 
-_COLLECTIVES = """psum psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant
-    all_gather_reduced reduce_scatter reduce_scatter_start unreduced_reduce_scatter psum_scatter all_to_all
-    ragged_all_to_all ppermute pgather psend precv"""
-COMMUNICATES = frozenset(_COLLECTIVES.split())  # what the devices of an axis enter together
+COMMUNICATES = frozenset(COLLECTIVES)  # what the devices of an axis enter together
 
 
 def axes_of(eqn: Equation) -> tuple[str, ...]:

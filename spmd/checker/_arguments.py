@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd._jaxprs.facts import KernelName, kernel_around
+from spmd._jaxprs.primitives import primitive_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, walk
 from spmd._trees.leaves import held_dtype, is_array, is_key
 from spmd.checker._claims import arguments_of
-from spmd.checker._table import TABLE
 from spmd.language import Dim, bind
 
 
@@ -224,8 +224,7 @@ class _Arguments(Domain):
         return one if one == other else None
 
     def step(self, eqn: Equation, operands: Sequence[Any]) -> list[Any]:
-        entry = TABLE.get(eqn.primitive.name)
-        same = entry is not None and entry.says == "elementwise" and len(operands) == 1
+        same = primitive_of(eqn).pointwise and len(operands) == 1
         return [operands[0] if same else None] * len(eqn.outvars)
 
     def sliced(self, value: Any, operand: Any) -> None:

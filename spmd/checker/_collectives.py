@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd._jaxprs.lines import gradient_line
+from spmd._jaxprs.primitives import COLLECTIVES
 from spmd._jaxprs.walker import Equation, Variable, axes_of, shape_of
 from spmd.checker._engine import Engine
 from spmd.checker._reports import (
@@ -38,7 +39,8 @@ from spmd.language import axes_product
 
 # Which reduction completes what was done to a piece. A kind that is not here is completed by no reduction.
 COMPLETES = {"max": "pmax", "min": "pmin", "all": "pmin", "any": "pmax"}
-WRONG = frozenset((*COMPLETES, "position", "sort", "top_k", "product", "fft", "index", "slice", "linear algebra"))
+_NAMES = ("position", "sort", "top_k", "product", "fft", "index", "slice", "linear algebra", "fold", "group")
+WRONG = frozenset((*COMPLETES, *_NAMES))
 
 
 def _grouped(eqn: Equation) -> bool:
@@ -47,8 +49,12 @@ def _grouped(eqn: Equation) -> bool:
 
 
 def _unplaced(walk: Engine, operand: State, shape: Sequence[int], different: Axes) -> State:
-    """A value of which only the axes along which it may differ are known: those of the operand, and these."""
-    return walk.kept(State(tuple(map(hidden, shape)), different=operand.axes | frozenset(different)))
+    """A value of which only the axes along which it may differ are known: those of the operand, and these. Along other
+    axes a term of a sum is one still, and what was done to a piece is done."""
+    pending = _left(operand, frozenset(different))
+    partial = operand.partial.difference(different)
+    unknown = (operand.axes - partial - {p.axis for p in pending} | operand.different).union(different)
+    return walk.kept(State(tuple(map(hidden, shape)), partial, unknown, pending))
 
 
 def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
@@ -64,8 +70,7 @@ def _reduces(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Sta
     axes = walk.tracked(axes_of(eqn))
     if _grouped(eqn):
         return [_unplaced(walk, o, shape_of(v), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
-    name = eqn.primitive.name
-    name = name if name in ("pmax", "pmin") else "psum"
+    name = COLLECTIVES[eqn.primitive.name]
     if axes and name == "psum" and walk.active and walk.checked.issuperset(axes) and walk.adds_up_gradients(eqn):
         line = gradient_line(eqn)
         walk.once(
@@ -257,7 +262,7 @@ def _exchanges(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[S
         return list(operands)
     outs = []
     for operand, var in zip(operands, eqn.outvars, strict=True):
-        known = eqn.primitive.name == "all_to_all" and eqn.params.get("tiled") and not _grouped(eqn)
+        known = eqn.params.get("tiled") and not _grouped(eqn)  # a pgather is not
         out = _exchanged(walk, eqn, operand, axes, shape_of(var)) if known else None
         outs.append(out or _unplaced(walk, operand, shape_of(var), axes))
     return outs
@@ -321,6 +326,14 @@ def _permutes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[St
     return walk.counted(eqn, operands, outs) if len(outs) == 1 else outs
 
 
+def _broadcasts(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
+    """pbroadcast: the value of one device, on all."""
+    [operand, *_], axes = operands, frozenset(walk.tracked(axes_of(eqn)))
+    if operand.partial & axes and not operand.zero:
+        walk.fault(eqn, operand.partial & axes, "nonlinear", nonlinear_use)
+    return [walk.kept(equal_along(operand, axes))]
+
+
 def _indexes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """axis_index: a scalar that differs along its axis."""
     out = walk.kept(State(different=frozenset(walk.tracked(axes_of(eqn)))))
@@ -339,7 +352,7 @@ def _retypes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Sta
     """Our own casts. A relayout knows what is equal. Opaque code says nothing about its arguments and results."""
     axes, to = frozenset(walk.tracked(eqn.params["axes"])), eqn.params["to"]
     if to in ("hidden", "reference", "shown"):
-        return walk.unknown(eqn, operands)
+        return walk.hidden(eqn, operands)
     if to != "invarying":
         return list(operands)
     return [walk.kept(equal_along(o, axes)) for o in operands]
@@ -364,13 +377,18 @@ def _declares_partial(walk: Engine, eqn: Equation, operands: Sequence[State]) ->
     return [walk.kept(o._replace(partial=o.partial | axes, different=o.different - axes)) for o in operands]
 
 
-COLLECTIVES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"), _reduces),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _scatters),
-    **dict.fromkeys(("all_to_all", "pgather"), _exchanges),
+_RULES = {
+    **dict.fromkeys(("psum", "pmax", "pmin"), _reduces),
+    "all_gather": _gathers,
+    "psum_scatter": _scatters,
+    "all_to_all": _exchanges,
+    "pgather": _exchanges,
     "ragged_all_to_all": _ragged,
     "ppermute": _permutes,
+    "pbroadcast": _broadcasts,
+}
+RULES: dict[str, Callable[[Engine, Any, Sequence[State]], list[State]]] = {
+    **{name: _RULES[verb] for name, verb in COLLECTIVES.items() if verb in _RULES},
     "axis_index": _indexes,
     "spmd_split": _split,
     "spmd_retype": _retypes,

@@ -15,7 +15,7 @@ from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import is_differentiated, is_ours
 from spmd._jaxprs.walker import COMMUNICATES, Equation, Held, Rule, Variable, axes_of, equations, held, opened, shape_of
 from spmd.checker._claims import assert_equal_marker, layout_marker, order_marker
-from spmd.checker._collectives import COLLECTIVES
+from spmd.checker._collectives import RULES as COLLECTIVES
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding
 from spmd.checker._history import shown_spec
@@ -35,6 +35,7 @@ from spmd.checker._state import (
     normal,
     plain,
     size_of,
+    still_pending,
     unify,
 )
 from spmd.checker._table import TABLE
@@ -130,7 +131,7 @@ class Control(Engine):
             value._replace(
                 different=different,
                 partial=value.partial - different,
-                pending=frozenset(p for p in pending if p.axis not in different),
+                pending=still_pending(pending, (value,), predicate.axes - unknown - value.divided),
                 table=None,
             )
         )

@@ -21,6 +21,7 @@ from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    OWN,
     QUIET,
     UNREAD,
     Axes,
@@ -41,9 +42,10 @@ from spmd.checker._state import (
     plain,
     remade,
     size_of,
+    still_pending,
     unify,
 )
-from spmd.checker._table import TABLE, Entry, Map
+from spmd.checker._table import TABLE, Entry, Map, elementwise
 from spmd.errors import Fault
 from spmd.language import Layout
 
@@ -246,9 +248,19 @@ class Engine(Domain):
         return self.kept(State(tuple(hidden(size_of(d)) for d in value.dims), different=value.axes))
 
     def unknown(self, eqn: Equation, operands: Sequence[State]) -> list[State]:
-        """The results of an equation that no rule knows. They may differ wherever an operand does."""
-        different = NONE.union(*(o.axes for o in operands))
-        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different)) for v in eqn.outvars]
+        """The results of an equation that no rule knows. They may differ wherever an operand does. A term of a sum may
+        be one still, and what was done to a piece is done."""
+        given = _together([o for o in operands if not o.zero])
+        pending = still_pending(given.pending, operands)
+        partial = given.partial.difference(given.different, *(o.divided for o in operands))
+        known = {"partial": partial, "pending": pending}
+        return self.hidden(eqn, operands, NONE.union(partial, (p.axis for p in pending)), **known)
+
+    def hidden(self, eqn: Equation, operands: Sequence[State], known: Iterable[str] = (), **facts: Any) -> list[State]:
+        """The results of an equation that nobody can look into: they may differ wherever an operand does, but for the
+        axes of which something else is known."""
+        different = NONE.union(*(o.axes for o in operands)).difference(known)
+        return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different, **facts)) for v in eqn.outvars]
 
     # --- equations -------------------------------------------------------------------------------------------
 
@@ -262,7 +274,7 @@ class Engine(Domain):
 
     def _by_table(self, entry: Entry, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
         name = eqn.primitive.name
-        same = _unchanged(operands) if entry.says == "elementwise" else None
+        same = _unchanged(operands) if entry.map is elementwise else None
         if same is not None:
             return [same]
         counted = bool(operands) and None not in [o.table for o in operands]
@@ -314,8 +326,8 @@ class Engine(Domain):
         m, known = entry.map(eqn), len(self.findings)
         labels, lost = self._labels(m, eqn, operands)
         partial, unknown, zero = NONE, NONE, False
-        given = _together(operands)
-        if given.partial or given.zero:
+        given, beside = _together(operands[: len(m.operands)]), operands[len(m.operands) :]
+        if given.partial or given.zero or any(one.partial for one in beside):
             partial, unknown, zero = LINEAR[entry.linear](self, eqn, operands)
         quiet = {p.axis for p in given.pending if p.kind == UNREAD}
         if len(self.findings) > known:  # what comes of a mistake that was reported is not reported again
@@ -327,12 +339,15 @@ class Engine(Domain):
             self.about[self.findings[-1]] = eqn
             self._said_once(eqn, operands, known)
             lost = set()
-        told = {Pending(UNREAD, axis, -1) for axis in quiet}
+        told = {Pending(UNREAD, axis, -1) for axis in quiet} | {Pending(OWN, axis, -1) for axis in lost}
         if quiet:
             unknown -= quiet
             given = given._replace(pending=frozenset(p for p in given.pending if p.axis not in quiet))
         different = given.different.union(lost, unknown)
         summed, pending = self._reduced(m, eqn, labels)
+        # What only says where to look is of this device's own piece, if it differs.
+        own = NONE.union(*(one.axes - one.divided for one in beside))
+        pending = frozenset([p for p in pending if p.axis not in own])
         result = [self._result_dims(m, labels, var) for var in eqn.outvars]
         held: Axes = ()
         for dim in result[0]:
@@ -344,8 +359,9 @@ class Engine(Domain):
             different |= {p.axis for p in pending}
             pending = NONE
         partial = (partial | summed) - different - set(held)
+        different |= own.difference(partial, held, {p.axis for p in pending})
         if pending or given.pending or told:
-            pending = frozenset(p for p in pending | given.pending | told if p.axis not in different)
+            pending = still_pending(pending | given.pending | told, operands, unknown)
         if (chosen := _left_out(eqn, operands)) and not chosen.isdisjoint(held):  # a block, or a term of a sum
             result = [hide(dims, chosen) for dims in result]
             different |= chosen.difference(partial, *map(axes_of_dim, result[0]))
@@ -465,10 +481,10 @@ class Engine(Domain):
         return not axes or any(map(self.wide, axes))
 
     def unread(self, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
+        axes = NONE.union(*(o.axes for o in operands))
         if not is_unknown(eqn):
-            return self.step(eqn, operands)
-        pending = frozenset(Pending(UNREAD, axis, -1) for o in operands for axis in o.axes)
-        return [self.kept(State(tuple(map(hidden, shape_of(v))), pending=pending)) for v in eqn.outvars]
+            return self.hidden(eqn, operands)
+        return self.hidden(eqn, operands, axes, pending=frozenset(Pending(UNREAD, axis, -1) for axis in axes))
 
 
 def _fewer(dim: Dim, size: int) -> Dim:

@@ -8,6 +8,8 @@ from typing import Any
 from spmd._text import fields_of
 from spmd.errors import Fault
 
+MEANT = "meant per shard?"  # what is asked where numbers do not decide
+
 
 @dataclass(frozen=True, slots=True)
 class Finding(Fault):
@@ -16,7 +18,8 @@ class Finding(Fault):
     Attributes:
       kind: Its class, one word; the page "What the checker knows" has one section for each.
       line: The user's line, `file:line (function)`.
-      certain: Whether it is an error. In a raw `shard_map` it may be intended: one result per device.
+      certain: Whether it is an error. If not, it may be meant per shard, as in a raw `shard_map` that gives one result
+        per device.
       rule: What is wrong, in one sentence.
       call: The call whose string it is about.
       got: What was found: the values, how they came to be, the mesh.

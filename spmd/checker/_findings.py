@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from spmd._jaxprs.lines import called_at
 from spmd._text import Table, html_page
-from spmd.checker._finding import Finding, found
+from spmd.checker._finding import MEANT, Finding, found
 from spmd.checker._verdict import Verdict
 from spmd.errors import ReplicationError, SpmdError, warn
 
@@ -62,11 +62,11 @@ class Findings(tuple[Finding, ...]):
 
     def __str__(self) -> str:
         if len(self) < 2:
-            return str(self[0]) if self else str(self.verdict)
-        return "\n\n".join(f"({i}) {one}" for i, one in enumerate(self, start=1))
+            return _asked(self[0]) if self else str(self.verdict)
+        return "\n\n".join(f"({i}) {_asked(one)}" for i, one in enumerate(self, start=1))
 
     def _repr_html_(self) -> str:
-        rows = [(one.kind, one.line, str(one)) for one in self]
+        rows = [(one.kind, one.line, _asked(one)) for one in self]
         tables = [Table(rows, ("kind", "line", "message"))] if rows else []
         heading = "1 finding" if len(self) == 1 else f"{len(self)} findings"
         return html_page(heading, tables, empty="" if rows else str(self.verdict))
@@ -118,6 +118,11 @@ class Findings(tuple[Finding, ...]):
         return self._listing(self)
 
 
+def _asked(one: Finding) -> str:
+    """A finding, which is a question where it is not certain."""
+    return str(one) if one.certain else f"{MEANT}\n{one}"
+
+
 def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: str = "") -> None:
     """Raise one error with all findings that are certain, or warn. Without findings, do nothing.
 
@@ -130,7 +135,7 @@ def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: st
     every = dict.fromkeys(findings)
     unsure = [one for one in every if not one.certain] if how == "error" and why else []
     if unsure:
-        warn(f"{Findings(unsure)}\nIt may be meant, and numbers do not tell: {why}.", UserWarning)
+        warn(f"{Findings(unsure)}\nNumbers do not tell: {why}.", UserWarning)
     unique = Findings(one for one in every if one not in unsure)
     if not unique:
         return

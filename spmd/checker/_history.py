@@ -18,17 +18,19 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import is_of_library, is_transposed, line_of
+from spmd._jaxprs.primitives import of_verbs
 from spmd._jaxprs.walker import Domain, Equation, Held, Role, Variable, axes_of, held, opened, walk
 from spmd.language import Layout, axes_tuple
 
 # What makes a value equal along its axes, and what makes it different.
-EQUAL = frozenset(["psum", "psum_invariant", "unreduced_psum", "pmax", "pmin"])
-GATHERS = frozenset(("all_gather", "all_gather_invariant", "all_gather_reduced"))
-_NAMES = """axis_index ppermute reduce_scatter reduce_scatter_start unreduced_reduce_scatter psum_scatter
-    all_to_all ragged_all_to_all pgather spmd_split"""
-_DIFFERENT = frozenset(_NAMES.split())
+EQUAL = of_verbs("psum", "pmax", "pmin")
+GATHERS = of_verbs("all_gather")
+_MOVES = of_verbs("ppermute")
+_DIFFERENT = (
+    _MOVES | of_verbs("psum_scatter", "all_to_all", "ragged_all_to_all", "pgather") | {"axis_index", "spmd_split"}
+)
 # Those whose results differ whatever their operands are: nothing behind them is a reason.
-_ENDS = (EQUAL | GATHERS | _DIFFERENT) - {"ppermute"}
+_ENDS = (EQUAL | GATHERS | _DIFFERENT) - _MOVES
 _GATHERED = EQUAL | GATHERS | {"spmd_assert_equal"}
 
 

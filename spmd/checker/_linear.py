@@ -104,6 +104,13 @@ def product(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     return partial - unknown, partial & unknown, False
 
 
+def grouped(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
+    """A product of rows with the matrix of their group. How many are in a group, each device counts of its own rows."""
+    rows, _, counts = operands
+    curved(walk, eqn, [counts._replace(partial=counts.partial - rows.divided - rows.different)])
+    return product(walk, eqn, operands[:2])
+
+
 def quotient(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
     """Linear in the numerator only. A quotient of integers is not linear in either."""
     if operands[1].partial:
@@ -123,5 +130,6 @@ def curved(walk: Any, eqn: Equation, operands: Sequence[State]) -> Linear:
 
 
 LINEAR: dict[str, LinearRule] = {
-    rule.__name__: rule for rule in (forgets, passes, converts, sums, writes, selects, product, quotient, curved)
+    rule.__name__: rule
+    for rule in (forgets, passes, converts, sums, writes, selects, product, grouped, quotient, curved)
 }

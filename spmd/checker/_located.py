@@ -19,7 +19,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import line_of
-from spmd._jaxprs.walker import Equation, Variable, equations, held, opened
+from spmd._jaxprs.walker import Equation, Role, Variable, equations, held, opened
 from spmd.checker._numbers import rounded, subsets
 from spmd.checker._primitives import Array, draws
 from spmd.checker._simulator import Simulator
@@ -143,8 +143,12 @@ class _Walk:
         for one, other in zip(eqn.invars, twin.invars, strict=False):
             if own and isinstance(one, Literal) and isinstance(other, Literal) and abs(one.val) < abs(other.val):
                 self.counts[line] = f"{one.val:g}", f"{other.val:g}"
-        parts = held(eqn) if eqn.params.get("length") == twin.params.get("length") else ()
-        for part, like in zip(parts, held(twin), strict=False):
+        parts = (
+            zip(held(eqn), held(twin), strict=False) if eqn.params.get("length") == twin.params.get("length") else ()
+        )
+        for part, like in parts:
+            if part.role == Role.SCALARS:  # a part of the equation's own work
+                continue
             inner = opened(part.jaxpr)[0]
             for var, atom in zip(inner.invars, part.of(eqn.invars), strict=False):
                 self.open[var] = _NOTHING if isinstance(atom, Literal) else self.open.get(atom, _NOTHING)

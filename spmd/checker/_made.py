@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
+from spmd._jaxprs.primitives import PRIMITIVES, of_verbs, primitive_of
 from spmd._jaxprs.walker import Equation, Variable, call_of, opened, shape_of
 from spmd.checker._history import Call, call_around
 from spmd.checker._state import FREE, HIDDEN, Axes, Dim, State, axes_of_dim
-from spmd.checker._table import TABLE, rounds
+from spmd.checker._table import rounds
 from spmd.language import Layout
 
 
@@ -120,7 +121,7 @@ def operation_of(walk: Any, atom: Variable) -> str | None:
 
 def is_moved(eqn: Equation) -> bool:
     """Return whether an equation gives the numbers that it is given."""
-    return eqn.primitive.name in (*_SAME, *_SHAPED)
+    return eqn.primitive.name in _MOVED
 
 
 def lying(state: State) -> Place:
@@ -138,9 +139,9 @@ def _whole(walk: Any, atom: Variable) -> bool:
 
 def _keeps_sizes(eqn: Equation) -> bool:
     name = eqn.primitive.name
-    if name in _RULES or name in ("all_gather", "all_gather_invariant", "spmd_split") or call_of(eqn) is not None:
+    if name in _RULES or name in of_verbs("all_gather") or name == "spmd_split" or call_of(eqn) is not None:
         return True
-    return name in TABLE and TABLE[name].says == "elementwise"
+    return primitive_of(eqn).pointwise
 
 
 def _axes(dim: Dim) -> Axes | None:
@@ -359,7 +360,9 @@ def _summed(eqn: Equation, ins: Sequence[_At]) -> Made | None:
 
 
 _SHAPED = ("transpose", "squeeze", "reshape", "broadcast_in_dim")
-_SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name", "spmd_fused")
+_SAID = ("spmd_layout", "spmd_assert_equal", "spmd_order", "spmd_retype")  # what we say of a value
+_SAME = tuple([name for name, one in PRIMITIVES.items() if one.dims == "same" and name not in _SAID])
+_MOVED = frozenset((*_SAME, *_SHAPED))
 _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(_SAME, _follow),
     "spmd_retype": _retyped,
@@ -370,6 +373,6 @@ _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(("add", "sub", "add_any"), _sum),
     **dict.fromkeys(("mul", "div"), _product),
     **{f"reduce_{name}": _reduced(op) for name, op in _REDUCTIONS.items()},
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _summed),
+    **dict.fromkeys(of_verbs("psum"), _summed),
     "dot_general": _contracted,
 }

@@ -13,6 +13,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import layers_of, rather_told
 from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.primitives import COLLECTIVES
 from spmd._jaxprs.walker import Equation, Variable, shape_of
 from spmd.checker._history import Call, Origin, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
@@ -283,24 +284,14 @@ OWN_NOISE = (
 _SHOWN = 3  # reasons listed per value; a value of a deep network has hundreds
 
 
-# The names that users know, for the variants that JAX picks by type.
-_KNOWN_AS = {
-    "psum_invariant": "psum",
-    "unreduced_psum": "psum",
-    "all_gather_invariant": "all_gather",
-    "all_gather_reduced": "all_gather",
-    "reduce_scatter": "psum_scatter",
-    "reduce_scatter_start": "psum_scatter_start",
-    "unreduced_reduce_scatter": "psum_scatter",
-    "add_any": "add",
-    "select_n": "where",
-    "dot_general": "matmul",
-}
+_KNOWN_AS = {"add_any": "add", "select_n": "where", "dot_general": "matmul"}
 
 
 def named(of: Any) -> str:
+    """The name of a primitive that users know."""
     name: str = of if isinstance(of, str) else of.primitive.name
-    return _KNOWN_AS.get(name, name)
+    verb = COLLECTIVES.get(name)
+    return _KNOWN_AS.get(name, name) if verb is None else f"{verb}_start" if name.endswith("_start") else verb
 
 
 def where(walk: Any, eqn: Equation) -> tuple[str, ...]:
@@ -418,7 +409,8 @@ KINDS = {
     "all": "a test of all elements", "any": "a test of any element",
     "position": "an argmax or argmin", "scan": "a cumulative operation", "sort": "a sort", "flip": "a flip",
     "fft": "a transform", "stencil": "a stencil", "slice": "a slice", "pad": "a pad", "index": "an index",
-    "concatenate": "a concatenation", "top_k": "a top_k", "linear algebra": "a factorisation",
+    "concatenate": "a concatenation", "fold": "a reduction", "group": "a grouping", "top_k": "a top_k",
+    "linear algebra": "a factorisation",
     "recurrence": "a loop", "pairs": "a product of one piece with another", "update": "an update",
     "gather": "a gather along another dimension", "xor": "an xor",
     "term": "a slice of a partial sum, this device's block of its own term,",

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._jaxprs.primitives import PRIMITIVES
 from spmd._jaxprs.walker import Equation, shape_of
 from spmd._trees.leaves import is_key_type
 
@@ -81,13 +82,7 @@ MOVES = frozenset((
 
 
 # What says something of its operands, and changes nothing.
-SAME = frozenset((
-    "pvary", "pcast", "pbroadcast", "preduced", "reduced_vary_cast", "reduced_vary_cast_p",
-    "vary_unreduced_cast", "vary_unreduced_cast_p", "optimization_barrier", "device_put", "reshard",
-    "sharding_constraint", "layout_constraint", "mesh_cast", "copy", "copy_p", "stop_gradient", "name",
-    "reduce_scatter_done", "reduce_precision", "spmd_layout", "spmd_assert_equal", "spmd_order",
-    "spmd_fused", "spmd_retype",
-))  # fmt: skip
+SAME = frozenset(("reduce_precision", *(name for name, one in PRIMITIVES.items() if one.dims == "same")))
 
 
 def draws(eqn: Equation) -> bool:
@@ -140,12 +135,26 @@ def _asked(eqn: Equation, lead: int, operands: Sequence[Array], generators: dict
     try:
         found = run(*given)
     except Exception as error:  # whatever JAX says of what it cannot compute at once
-        raise NotSimulated(f"{eqn.primitive.name}: {type(error).__name__}") from error
+        found = _one_by_one(eqn, params, given, mapped, count, error)
     outs = found if eqn.primitive.multiple_results else [found]
     if not all(isinstance(out, jax.Array | np.ndarray) for out in outs):  # a `jax.Ref`
         raise NotSimulated(f"{eqn.primitive.name} gives what is not an array")
     shared = front if 0 in mapped else (1,) * lead
     return [_held(out, v.aval, shared) for out, v in zip(outs, eqn.outvars, strict=True)]
+
+
+def _one_by_one(
+    eqn: Equation, params: Any, given: Sequence[Any], mapped: Sequence[int | None], count: int, error: Exception
+) -> Any:
+    """The results on one device after another, of a primitive that JAX does not map."""
+    try:
+        if 0 not in mapped:
+            raise error
+        rows = ([x if own is None else x[i] for x, own in zip(given, mapped, strict=True)] for i in range(count))
+        found = [eqn.primitive.bind(*row, **params) for row in rows]
+    except Exception as alone:
+        raise NotSimulated(f"{eqn.primitive.name}: {type(alone).__name__}") from alone
+    return jax.tree.map(lambda *outs: np.stack(outs), *found)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -326,10 +335,13 @@ def _sliced(eqn: Equation, lead: int, x: Array) -> Array:
 
 
 def _padded(eqn: Equation, lead: int, x: Array, value: Array) -> Array:
-    config = eqn.params["padding_config"]
-    shape = shape_of(eqn.outvars[0])
+    return padded(lead, x, value, eqn.params["padding_config"])
+
+
+def padded(lead: int, x: Array, value: Array, config: Sequence[tuple[int, int, int]]) -> Array:
+    """An array with a number around it and between its elements, as `jax.lax.pad` says it."""
     front = np.broadcast_shapes(x.shape[:lead], value.shape[:lead])
-    filled = value.reshape(value.shape[:lead] + (1,) * len(shape))
+    filled = value.reshape(value.shape[:lead] + (1,) * len(config))
     grown = [max(low, 0) + max(high, 0) + n + max(n - 1, 0) * inner
              for n, (low, high, inner) in zip(x.shape[lead:], config, strict=True)]  # fmt: skip
     out = np.broadcast_to(filled, (*front, *grown)).copy()

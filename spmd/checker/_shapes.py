@@ -15,6 +15,7 @@ from spmd.checker._state import (
     FREE,
     HIDDEN,
     NONE,
+    OWN,
     Axes,
     Dim,
     Factor,
@@ -32,6 +33,7 @@ from spmd.checker._state import (
     refined,
     remade,
     size_of,
+    still_pending,
     unify,
 )
 from spmd.checker._table import groups
@@ -53,15 +55,17 @@ def _made(
         dims = hide(dims, partial)
         left = {axis for dim in dims for axis in axes_of_dim(dim)}
         lost, held = lost | (held - left), left
-    different = NONE.union(operand.different, lost, *(o.axes - {p.axis for p in o.pending} for o in others))
+    lost = lost.union(*(o.axes - o.different - {p.axis for p in o.pending} for o in others))
+    different = NONE.union(lost, operand.different, *(o.different for o in others))
     older = NONE.union(operand.pending, *(o.pending for o in others))
     new = {(kind, axis) for kind, axis in pieces if axis not in different and walk.wide(axis)}
     if new and (walk.silent(eqn) or not walk.active):
         different |= {axis for _, axis in new}
         new = set()
     pending = older | {Pending(kind, axis, walk.number(eqn)) for kind, axis in new}
-    pending = frozenset(p for p in pending if p.axis not in different)
-    gone = operand.axes - held - partial - {p.axis for p in pending}
+    pending = still_pending(pending, (operand, *others), lost)
+    gone = operand.axes - held - partial - different - {p.axis for p in pending}
+    pending |= {Pending(OWN, axis, -1) for axis in gone}
     order = kept_order([operand, *others], dims)
     return walk.kept(State(tuple(dims), partial - different, different | gone, pending, zero, order=order))
 
@@ -69,7 +73,7 @@ def _made(
 def _beside(operand: State, known: Iterable[str]) -> State:
     """Return what an operand adds to a result besides its dimensions; the result says what it is along the axes
     `known`."""
-    different = operand.axes.difference(known, {p.axis for p in operand.pending})
+    different = (operand.axes - {p.axis for p in operand.pending} | operand.different).difference(known)
     return State(different=different, pending=operand.pending)
 
 
@@ -333,7 +337,21 @@ def _random(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Stat
     return outs
 
 
+def _keyless(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
+    """Random numbers without a key: each device draws its own, and others in each run."""
+    return [
+        walk.kept(State(tuple(map(hidden, shape_of(eqn.outvars[0]))), different=frozenset(walk.tracked(walk.sizes))))
+    ]
+
+
+def _tied(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
+    """The last operand, which waits for the others."""
+    return [operands[-1]]
+
+
 RULES = {
+    "tie": _tied,
+    "rng_uniform": _keyless,
     "reshape": _reshape,
     "dynamic_slice": _dynamic_slice,
     "tile": _tile,

@@ -20,6 +20,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.lines import line_of
+from spmd._jaxprs.primitives import COLLECTIVES
 from spmd._jaxprs.walker import (
     COMMUNICATES,
     Domain,
@@ -48,6 +49,7 @@ from spmd.checker._primitives import (
     generator,
     leaving,
     numbers_of,
+    padded,
     stay_inside,
     wide_dtype,
 )
@@ -608,6 +610,15 @@ def _shift_of(pairs: Sequence[tuple[int, int]], count: int) -> list[tuple[int, i
     return [(one, (one + by) % count) for one in range(count) if ring or 0 <= one + by < count]
 
 
+def _broadcasts(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """The value of one device on all: its number is a parameter, or an operand."""
+    names, lead = _named(machine, eqn), machine.lead
+    found = machine.gathered(operands[0], names, 0)
+    rows = found.reshape((*found.shape[:lead], -1, *operands[0].shape[lead:]))
+    source = np.full((1,) * lead, eqn.params["source"]) if len(operands) == 1 else operands[1]
+    return [np.take_along_axis(rows, source.reshape((*source.shape, *(1,) * (rows.ndim - lead))), lead).squeeze(lead)]
+
+
 def _indexes(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     out = np.zeros((1,) * machine.lead, np.int32)
     for axis in _named(machine, eqn):
@@ -682,14 +693,41 @@ def _alike(machine: Simulator, eqn: Equation, key: Array, noise: float) -> Array
 
 def _folds(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     """A `reduce`, whose jaxpr takes what is gathered so far and one more element of each array."""
-    [part], count = held(eqn), len(operands) // 2
+    count = len(operands) // 2
     gone = [machine.lead + d for d in eqn.params["dimensions"]]
     arrays = [np.moveaxis(x, gone, range(len(gone))) for x in operands[:count]]
-    rest = (1,) * len(shape_of(eqn.outvars[0]))
-    found = [np.reshape(x, x.shape[: machine.lead] + rest) for x in operands[count:]]
-    for at in np.ndindex(arrays[0].shape[: len(gone)]):
-        found = machine.run(eqn, part, [*found, *(x[at] for x in arrays)])
+    places = np.ndindex(arrays[0].shape[: len(gone)])
+    return _folded(machine, eqn, operands[count:], ([x[at] for x in arrays] for at in places))
+
+
+def _folds_windows(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    """A `reduce_window`: a `reduce` of what stands at each place of a window, for all windows at once."""
+    p, lead, shape = eqn.params, machine.lead, shape_of(eqn.outvars[0])
+    config = [(low, high, inner - 1) for (low, high), inner in zip(p["padding"], p["base_dilation"], strict=True)]
+    count = len(operands) // 2
+    arrays = [padded(lead, x, start, config) for x, start in zip(operands[:count], operands[count:], strict=True)]
+    steps = list(zip(p["window_dilation"], p["window_strides"], shape, strict=True))
+
+    def at(place: Sequence[int]) -> list[Array]:
+        cuts = [slice(i * gap, i * gap + (n - 1) * by + 1, by) for i, (gap, by, n) in zip(place, steps, strict=True)]
+        return [x[(slice(None),) * lead + tuple(cuts)] for x in arrays]
+
+    return _folded(machine, eqn, operands[count:], map(at, np.ndindex(*p["window_dimensions"])))
+
+
+def _folded(
+    machine: Simulator, eqn: Equation, starts: Sequence[Array], elements: Iterator[Sequence[Array]]
+) -> list[Array]:
+    """Return what the jaxpr of an equation makes of numbers to begin with and of elements, one after another."""
+    [part], rest = held(eqn), (1,) * len(shape_of(eqn.outvars[0]))
+    found = [np.reshape(x, x.shape[: machine.lead] + rest) for x in starts]
+    for one in elements:
+        found = machine.run(eqn, part, [*found, *one])
     return [np.broadcast_to(x, x.shape[: machine.lead] + shape_of(v)) for x, v in zip(found, eqn.outvars, strict=True)]
+
+
+def _keyless(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+    raise NotSimulated(f"{eqn.primitive.name} draws other numbers in each run: jax.random draws them of a key")
 
 
 def _wraps(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
@@ -703,23 +741,28 @@ def _counts(rule: Rule) -> Rule:
     return lambda machine, eqn, operands: rule(machine, eqn, machine.plain(eqn, operands))
 
 
-Simulator.rules = {
-    **dict.fromkeys(SAME, _same),
-    **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _counts(_reduces(np.sum))),
+_VERBS: dict[str, Rule] = {
+    "psum": _counts(_reduces(np.sum)),
     "pmax": _counts(_reduces(np.max)),
     "pmin": _counts(_reduces(np.min)),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _gathers),
-    **dict.fromkeys(
-        ("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _counts(_scatters)
-    ),
+    "all_gather": _gathers,
+    "psum_scatter": _counts(_scatters),
     "all_to_all": _exchanges,
     "ragged_all_to_all": _counts(_ragged),
     "ppermute": _permutes,
+    "pbroadcast": _broadcasts,
+}
+
+Simulator.rules = {
+    **dict.fromkeys(SAME, _same),
+    **{name: _VERBS[verb] for name, verb in COLLECTIVES.items() if verb in _VERBS},
     "axis_index": _indexes,
     "spmd_split": _splits,
     **dict.fromkeys(("random_bits", "random_split", "random_fold_in", "random_seed"), _counts(_random)),
     "random_wrap": _counts(_wraps),
     "reduce": _counts(_folds),
+    "reduce_window": _counts(_folds_windows),
+    "rng_uniform": _keyless,
     "random_unwrap": _same,
     "debug_callback": lambda machine, eqn, operands: [],
     "debug_print": lambda machine, eqn, operands: [],

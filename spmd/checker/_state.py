@@ -24,7 +24,9 @@ NONE: frozenset[Any] = frozenset()
 STEP = "step"
 # Not reported either: what came out of a jaxpr that no walk reads. It may have communicated.
 UNREAD = "unread"
-QUIET = frozenset((STEP, UNREAD))
+# Nor this: it differs because it is an element of each block. It has met nothing of other devices.
+OWN = "own"
+QUIET = frozenset((STEP, UNREAD, OWN))
 
 
 class Pending(NamedTuple):
@@ -259,16 +261,34 @@ def join(one: State, two: State) -> State:
     held = one.axes | two.axes
     pending = one.pending | two.pending
     kept = {axis for dim in dims for axis in axes_of_dim(dim)} | partial | {p.axis for p in pending}
-    different = one.different | two.different | (held - kept)
+    lost = held - kept
+    different = one.different | two.different | lost
     return State(
         dims,
         partial - different,
         different,
-        frozenset(p for p in pending if p.axis not in different),
+        still_pending(pending, (one, two), lost),
         one.zero and two.zero,
         one.table if one.table == two.table else None,
         order=one.order & two.order if one.order else NONE,
     )
+
+
+def still_pending(pending: Iterable[Pending], of: Iterable[State], lost: frozenset[str] = NONE) -> frozenset[Pending]:
+    """Return what is pending in a value that is made of others.
+
+    What differs in an unknown way may hold what other devices have, as a halo does, and complete what was done to a
+    piece. An element of a block does not.
+
+    Args:
+      pending: What was done to them.
+      of: The values.
+      lost: The axes along which nobody knows any more what it is.
+    """
+    for one in of:
+        if one.different:
+            lost = lost | one.different.difference([p.axis for p in one.pending if p.kind == OWN])
+    return frozenset([p for p in pending if p.axis not in lost])
 
 
 def hide(dims: Sequence[Dim], axes: Iterable[str]) -> tuple[Dim, ...]:

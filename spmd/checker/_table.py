@@ -1,8 +1,8 @@
 """The table: how the dimensions of each primitive's operands become those of its results.
 
-One entry per primitive. A map gives every dimension of the operands and results a label. Dimensions with one label lie
-alike. A label is passed on, or reduced by an operation, or needed whole by one. The second half of an entry says what
-the primitive does to a partial sum. The engine does the rest, the same for all of them.
+One entry per primitive, by its row in `_jaxprs/primitives.py`. A map gives every dimension of the operands and results
+a label. Dimensions with one label lie alike. A label is passed on, or reduced by an operation, or needed whole by one.
+The second half of an entry says what the primitive does to a partial sum. The engine does the rest, the same for all.
 
 The idea of one factor map per operation is that of Shardy's sharding rules
 (https://openxla.org/shardy/propagation). There a factor that is needed whole asks for a reshard. Here it is a finding.
@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax import numpy as jnp
 
+from spmd._jaxprs.primitives import PRIMITIVES, Primitive
 from spmd._jaxprs.walker import Equation, Variable, shape_of
 from spmd.checker._state import UNREAD
 
@@ -27,7 +28,8 @@ class Map(NamedTuple):
     """How the dimensions of one equation correspond.
 
     Attributes:
-      operands: For each operand a label per dimension.
+      operands: For each operand a label per dimension. Those behind them only say where to look, as the sizes of
+        groups of rows do.
       result: A label per dimension of each result.
       reduced: For each label that is reduced, what reduces it: "sum", "max" and so on.
       whole: For each label that is needed whole, what needs it.
@@ -50,14 +52,12 @@ class Entry(NamedTuple):
       map: From an equation to its map.
       linear: What becomes of a partial sum, the name of a rule in `_linear`.
       says: The map in words, for the printed table.
-      params: The parameters that the map depends on.
-      told: What the map takes from them, to remember it by; None where it depends on none.
+      told: What the map takes from an equation's parameters, to remember it by; None where it depends on none.
     """
 
     map: Callable[[Any], Map]
     linear: str
     says: str
-    params: tuple[str, ...] = ()
     told: Callable[[Any], Hashable] | None = None
 
 
@@ -68,17 +68,20 @@ def _rank(atom: Variable) -> int:
 # --- maps -----------------------------------------------------------------------------------------------------
 
 
-def _elementwise(eqn: Equation) -> Map:
+def elementwise(eqn: Equation) -> Map:
     rank = _rank(eqn.outvars[0])
     every = tuple(range(rank))
     return Map([every if _rank(v) else () for v in eqn.invars], every)
 
 
-def _reduction(kind: str) -> Callable[[Any], Map]:
+def _reduction(kind: str, name: str = "axes") -> Callable[[Any], Map]:
+    """Dimensions go. A function of its own may have a number to begin with for each array."""
+
     def made(eqn: Equation) -> Map:
-        every = range(_rank(eqn.invars[0]))
-        gone = set(eqn.params["axes"])
-        return Map([every] * len(eqn.invars), [d for d in every if d not in gone], reduced=dict.fromkeys(gone, kind))
+        every, arrays = range(_rank(eqn.invars[0])), len(eqn.outvars)
+        gone = set(eqn.params[name])
+        operands = [every] * arrays + [()] * (len(eqn.invars) - arrays)
+        return Map(operands, [d for d in every if d not in gone], reduced=dict.fromkeys(gone, kind))
 
     return made
 
@@ -139,7 +142,11 @@ def _broadcast(eqn: Equation) -> Map:
 
 
 def _dot(eqn: Equation) -> Map:
-    (one, two), (batch_one, batch_two) = eqn.params["dimension_numbers"]
+    return _product(eqn, eqn.params["dimension_numbers"])
+
+
+def _product(eqn: Equation, numbers: Any) -> Map:
+    (one, two), (batch_one, batch_two) = numbers
     rank = _rank(eqn.invars[0])
     left = list(range(rank))
     right: list[Label] = [NEW] * _rank(eqn.invars[1])
@@ -150,6 +157,22 @@ def _dot(eqn: Equation) -> Map:
         right[j] = rank + n
     result = [*batch_one, *(d for d in left if d not in (*one, *batch_one)), *(right[j] for j in free)]
     return Map([left, right], result, reduced=dict.fromkeys(one, "sum"))
+
+
+def _grouped_dot(eqn: Equation) -> Map:
+    """A product in which each group of rows, one after another, has a matrix of its own: positions say which.
+
+    Where rows are summed over, each group gives a matrix, and the groups come first.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    dot = _product(eqn, numbers.dot_dimension_numbers)
+    left, right = map(list, dot.operands)
+    [rows], group = numbers.lhs_ragged_dimensions, 1000
+    for d in numbers.rhs_group_dimensions:
+        right[d] = group
+    result = [label for label in dot.result if label not in (dot.operands[1][d] for d in numbers.rhs_group_dimensions)]
+    result = [NEW] * (len(shape_of(eqn.outvars[0])) - len(result)) + result
+    return Map([left, right], result, dot.reduced, dict.fromkeys((left[rows], group), "group"))
 
 
 def _conv(eqn: Equation) -> Map:
@@ -185,9 +208,26 @@ def _conv(eqn: Equation) -> Map:
 
 
 def _window(eqn: Equation) -> Map:
-    every, sizes = range(_rank(eqn.invars[0])), eqn.params["window_dimensions"]
-    wide = [d for d in every if sizes[d] > 1 or eqn.params["window_strides"][d] > 1]
-    return Map([every], every, whole=dict.fromkeys(wide, "stencil"), made=frozenset(wide))
+    """Windows of arrays, each of which may have a number to begin with."""
+    every, wide = range(_rank(eqn.invars[0])), _wide(eqn)
+    operands = [every if _rank(v) == len(every) else () for v in eqn.invars]
+    return Map(operands, every, whole=dict.fromkeys(wide, "stencil"), made=frozenset(wide))
+
+
+def _wide(eqn: Equation) -> list[int]:
+    """The dimensions along which a window takes in several elements, or leaves some out."""
+    sizes, strides = eqn.params["window_dimensions"], eqn.params["window_strides"]
+    return [d for d, sides in enumerate(zip(sizes, strides, strict=True)) if max(sides) > 1]
+
+
+def _unwindow(eqn: Equation) -> Map:
+    """The numbers of windows go back to the elements that they were picked from."""
+    shape, wide = shape_of(eqn.outvars[0]), _wide(eqn)
+    every = range(len(shape))
+    picked = [1000 + d if d in wide else d for d in every]
+    operands = [(every if shape_of(v) == shape else picked)[: _rank(v)] for v in eqn.invars]
+    whole = dict.fromkeys((*wide, *(1000 + d for d in wide)), "stencil")
+    return Map(operands, every, whole=whole, made=frozenset(wide))
 
 
 def _matrices(kind: str, core: int = 2) -> Callable[[Any], Map]:
@@ -309,77 +349,48 @@ def rounds(eqn: Equation) -> bool:
 
 # --- the table --------------------------------------------------------------------------------------------------
 
-TABLE: dict[str, Entry] = {}
+# For each way in which dimensions pass the map, and the parameters that it depends on.
+_MAPS: dict[str, tuple[Any, ...]] = {
+    "same": (elementwise,),
+    "elementwise": (elementwise,),
+    "permuted": (_transpose, "permutation"),
+    "some go": (_squeeze, "dimensions"),
+    "some are new": (_broadcast, "shape", "broadcast_dimensions"),
+    "one is new": (_stack, "axis"),
+    **{
+        f"reduced: {kind}": (_reduction(kind), "axes")
+        for kind in ("sum", "max", "min", "product", "all", "any", "xor", "position")
+    },
+    "reduced: fold": (_reduction("fold", "dimensions"), "dimensions"),
+    "contracted": (_dot, "dimension_numbers"),
+    "contracted in groups": (_grouped_dot, "ragged_dot_dimension_numbers"),
+    "contracted, whole: stencil": (
+        _conv, "dimension_numbers", "window_strides", "feature_group_count", "batch_group_count",
+    ),
+    "whole: flip": (_rev, "dimensions"),
+    "whole: pad": (_pad, "padding_config"),
+    "whole: concatenate": (_concatenate, "dimension"),
+    "whole: slice": (_slice, _cut),
+    "whole: slice into sizes": (_along("slice", "axis"), "axis", "sizes"),
+    "whole: slice into elements": (_unstack, "axis"),
+    "whole: update": (_update,),
+    "whole: scan": (_scan("scan"), "axis"),
+    "whole: sort": (_along("sort", "dimension"), "dimension"),
+    "whole: top_k": (_top_k, "axis", "reduction_dimension", "k"),
+    "whole: fft": (_fft, "fft_lengths"),
+    "whole: stencil": (_window, "window_dimensions", "window_strides"),
+    "whole: stencil put back": (_unwindow, "window_dimensions", "window_strides"),
+    # singular values come with vectors, and without
+    "whole: linear algebra": (_matrices("linear algebra"), lambda eqn: tuple(map(shape_of, eqn.outvars))),
+    "whole: linear algebra, columns pass": (_triangular_solve, "left_side"),
+    "whole: pivots": (_matrices("linear algebra", 1), "permutation_size"),
+}  # fmt: skip
 
 
-def _enter(names: str, how: Callable[[Any], Map], linear: str, says: str, *params: str, told: Any = None) -> None:
-    given = (lambda eqn: tuple(map(eqn.params.get, params))) if params else None
-    for name in names.split():
-        TABLE[name] = Entry(how, linear, says, params, told or given)
+def _entry(one: Primitive) -> Entry:
+    how, *params = _MAPS[one.dims]
+    told = params[0] if params and callable(params[0]) else (lambda eqn: tuple(map(eqn.params.get, params)))
+    return Entry(how, one.sums, one.dims, told if params else None)
 
 
-_IDENTITIES = """neg real imag conj copy copy_p spmd_fused stop_gradient name sharding_constraint reshard
-    pvary pbroadcast pcast preduced reduced_vary_cast reduced_vary_cast_p reduce_precision mesh_cast
-    layout_constraint reduce_scatter_done"""
-_CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integer_pow pow polynomial
-    sin cos tan asin acos atan atan2 sinh cosh tanh asinh acosh atanh one_minus_square
-    logistic erf erfc erf_inv lgamma digamma polygamma zeta igamma igammac igamma_grad_a
-    regularized_incomplete_beta bessel_i0e bessel_i1e max min clamp rem floor ceil round nextafter
-    eq ne lt le gt ge eq_to lt_to le_to and or xor not population_count clz
-    shift_left shift_right_logical shift_right_arithmetic"""
-
-_enter(_IDENTITIES, _elementwise, "passes", "elementwise")
-_enter("convert_element_type", _elementwise, "converts", "elementwise", "new_dtype")
-_enter("bitcast_convert_type", _elementwise, "curved", "elementwise", "new_dtype")
-_enter("add sub add_any complex", _elementwise, "sums", "elementwise")
-_enter("mul", _elementwise, "product", "elementwise")
-_enter("div", _elementwise, "quotient", "elementwise")
-_enter("select_n", _elementwise, "selects", "elementwise")
-_enter(_CURVED, _elementwise, "curved", "elementwise")
-# Asking whether a part of a sum is finite is a fair question (loss scaling), so it is not a fault.
-_enter("is_finite", _elementwise, "forgets", "elementwise")
-
-_enter("transpose", _transpose, "passes", "permuted", "permutation")
-_enter("squeeze", _squeeze, "passes", "some go", "dimensions")
-_enter("broadcast_in_dim", _broadcast, "passes", "some are new", "shape", "broadcast_dimensions")
-_enter("rev", _rev, "passes", "whole: flip", "dimensions")
-
-_enter("reduce_sum", _reduction("sum"), "passes", "reduced: sum", "axes")
-for _name, _kind in (
-    ("max", "max"),
-    ("min", "min"),
-    ("prod", "product"),
-    ("and", "all"),
-    ("or", "any"),
-    ("xor", "xor"),
-):
-    _enter(f"reduce_{_name}", _reduction(_kind), "curved", f"reduced: {_kind}", "axes")
-_enter("argmax argmin", _reduction("position"), "curved", "reduced: position", "axes", "index_dtype")
-_enter("cumsum", _scan("scan"), "passes", "whole: scan", "axis")
-_enter("cumprod cummax cummin cumlogsumexp", _scan("scan"), "curved", "whole: scan", "axis")
-_enter("sort", _along("sort", "dimension"), "curved", "whole: sort", "dimension")
-_enter("top_k approx_top_k", _top_k, "curved", "whole: top_k", "axis", "reduction_dimension", "k")
-_enter("slice", _slice, "passes", "whole: slice", "start_indices", "strides", told=_cut)
-_enter("split", _along("slice", "axis"), "passes", "whole: slice", "axis", "sizes")
-_enter("unstack", _unstack, "passes", "whole: slice", "axis")
-_enter("pad", _pad, "sums", "whole: pad", "padding_config")
-_enter("concatenate", _concatenate, "sums", "whole: concatenate", "dimension")
-_enter("stack", _stack, "sums", "one is new", "axis")
-_enter("dynamic_update_slice", _update, "writes", "whole: update")
-_enter("dot_general", _dot, "product", "reduced: sum", "dimension_numbers")
-_enter("conv_general_dilated", _conv, "product", "reduced: sum, whole: stencil", "dimension_numbers")
-_enter("fft", _fft, "passes", "whole: fft", "fft_lengths")
-_enter("reduce_window_sum cumulative_sum", _window, "passes", "whole: stencil", "window_dimensions")
-_enter("reduce_window_max reduce_window_min", _window, "curved", "whole: stencil", "window_dimensions")
-_enter(
-    """cholesky lu qr geqrf eig eigh svd schur householder_product hessenberg
-    tridiagonal tridiagonal_solve lu_solve""",
-    _matrices("linear algebra"),
-    "curved",
-    "whole: linear algebra",
-    told=lambda eqn: tuple(map(shape_of, eqn.outvars)),  # singular values come with vectors, and without
-)
-_enter(
-    "lu_pivots_to_permutation", _matrices("linear algebra", 1), "curved", "whole: linear algebra", "permutation_size"
-)
-_enter("triangular_solve", _triangular_solve, "curved", "whole: linear algebra, columns pass", "left_side")
+TABLE = {name: _entry(one) for name, one in PRIMITIVES.items() if one.dims}

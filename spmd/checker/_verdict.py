@@ -12,7 +12,7 @@ from spmd._jaxprs.lines import called_at, line_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, opened, shape_of, walk
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
-from spmd.checker._finding import Finding, found
+from spmd.checker._finding import MEANT, Finding, found
 from spmd.checker._hanging import hanging
 from spmd.checker._located import Located
 from spmd.checker._numbers import LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
@@ -67,7 +67,7 @@ class Verdict:
     def __str__(self) -> str:
         if not self.kind:
             return ". ".join(self.reasons) or "no findings"
-        some = f"{self.uncertain} finding{'s' * (self.uncertain > 1)} that may be meant: " if self.uncertain else ""
+        some = f"{MEANT} {self.uncertain} finding{'s' * (self.uncertain > 1)}: " if self.uncertain else ""
         head = self.kind if self.kind == "wrong" else (some or "no findings: ") + self.kind
         but = f", but for {_first(self.unreached)}" if self.unreached else ""
         return ". ".join([head + but, *self.reasons])

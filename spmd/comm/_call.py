@@ -566,6 +566,9 @@ class Call:
         manual = _compat.manual_axes()
         have = _compat.varying_axes(x) | _compat.unreduced_axes(x)
         equal = self.frame.in_mesh_order({a for a in layout.unreduced if a in manual and a not in have})
+        if equal and not _compat.varying_axes(jax.lax.axis_index(equal[0])):
+            rule = f"{label} has no type that says along which axes it differs, because check_vma is off."
+            self.refuse(rule, at=self.mark_span("{U:"), advice="leave out check_vma, or write a kernel")
         if equal:
             n = self.frame.axis_size(equal)
             self.refuse(

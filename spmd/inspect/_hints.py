@@ -13,17 +13,11 @@ from jax.extend.core import Literal
 
 from spmd import _compat
 from spmd._jaxprs.lines import gradient_line, is_transposed, line_of, short_line
+from spmd._jaxprs.primitives import of_verbs, primitive_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, opened, shape_of, walk
 from spmd._text import bytes_text, sent_bytes
 from spmd.inspect._collectives import grouped
 from spmd.language import axes_product
-
-_SUMS = frozenset(("psum", "psum_invariant"))
-# Linear in their first operand, or in each of them.
-_LINEAR_NAMES = """neg convert_element_type reshape transpose squeeze reduce_sum slice dynamic_slice copy rev
-    spmd_layout name sharding_constraint pcast pvary mul div dot_general scatter-add scatter_add"""
-_LINEAR = frozenset(_LINEAR_NAMES.split())
-_ADDS = frozenset(("add", "add_any"))
 
 
 @dataclass(frozen=True)
@@ -103,7 +97,7 @@ class _Sums(Domain):
         sums = [one for one in links if one.axes]
         if len(sums) != 1 or len(eqn.outvars) != 1:
             return [None] * len(eqn.outvars)
-        adds = eqn.primitive.name in _ADDS and len(links) == 2
+        adds = eqn.primitive.name in ("add", "add_any") and len(links) == 2
         if adds or _is_linear(eqn, operands, sums[0].axes):
             carry = next((one for one in links if one is not sums[0]), None)
             sums[0].next = _Link(_size(eqn.outvars[0]), sums[0].axes, carry)
@@ -146,7 +140,7 @@ class _Sums(Domain):
         return found
 
 
-_Sums.rules = dict.fromkeys(_SUMS, _Sums.sum)
+_Sums.rules = dict.fromkeys(of_verbs("psum"), _Sums.sum)
 
 
 def hints_of(jaxpr: Any) -> tuple[Hint, ...]:
@@ -183,10 +177,10 @@ def _advice(kind: str, backward: bool, axes: Sequence[str]) -> str:
 def _is_linear(eqn: Equation, operands: Sequence[Any], axes: frozenset[str]) -> bool:
     """Return whether a sum, one of the operands, may wait until behind an equation: what else that takes is equal along
     the axes."""
-    name, places = eqn.primitive.name, [i for i, one in enumerate(operands) if one is not None]
-    first = name in ("div", "dynamic_slice", "reduce_sum") and places != [0]
-    last = name.startswith("scatter") and places != [len(operands) - 1]
-    if name not in _LINEAR or len(places) > 1 or first or last:
+    one, places = primitive_of(eqn), [i for i, link in enumerate(operands) if link is not None]
+    allowed = {"passes": [0], "converts": [0], "quotient": [0], "product": places}.get(one.sums, [])
+    allowed = [len(operands) - 1] if one.cost == "scatter" and one.sums else allowed
+    if len(places) > 1 or places != allowed:
         return False
     others = [atom for i, atom in enumerate(eqn.invars) if i not in places and not isinstance(atom, Literal)]
     return all(axes.isdisjoint(_compat.varying_type(atom.aval)) for atom in others)

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from spmd import _compat
 from spmd._jaxprs.facts import CallName
 from spmd._jaxprs.lines import short_line
+from spmd._jaxprs.primitives import kind_of
 from spmd._text import bytes_text, fields_of, sent_bytes
 from spmd.inspect._collectives import Collective, grouped
 from spmd.inspect._hlo import names_of_parts, shape_bytes
 from spmd.inspect._program import ONE_DEVICE
-from spmd.inspect._records import PRIMITIVES, Boundary, Written, WrittenCollective
+from spmd.inspect._records import Boundary, Written, WrittenCollective
 
 if TYPE_CHECKING:
     from spmd.propagation import Move, Propagation
@@ -229,8 +230,7 @@ def _says(piece: _Piece, row: WrittenCollective) -> bool:
     if isinstance(row.text, CallName):
         return any(row.text in name for name in piece.names)
     # a raw call of jax.lax: its name is too common to go by alone
-    last = {_ends(name).partition("[")[0] for name in piece.names}
-    return row.where == piece.of.where and not last.isdisjoint((row.primitive, row.kind, *PRIMITIVES.get(row.kind, ())))
+    return row.where == piece.of.where and row.kind in (kind_of(_ends(name).partition("[")[0]) for name in piece.names)
 
 
 def _alike(piece: _Piece, row: WrittenCollective) -> bool:

@@ -25,14 +25,11 @@ from typing import Any
 
 from spmd._compat import BRANCHES_WRITE_IN_PLACE, is_backward, name_stack
 from spmd._jaxprs.facts import FusedName
+from spmd._jaxprs.primitives import primitive_of
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, walk
-from spmd.inspect._values import ELEMENTWISE, RENAMES, WINDOWS, size_bytes
+from spmd.inspect._values import size_bytes
 
-_FUSED = ELEMENTWISE | WINDOWS
-_FUSED |= {"broadcast_in_dim", "concatenate", "dynamic_slice", "gather", "iota", "pad", "rev", "transpose"}
-_REDUCTIONS = frozenset(("reduce_sum", "reduce_max", "reduce_min"))
-# Too dear to be done again for each of several readers.
-_DEAR = frozenset(str.split("exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf pow div rem"))
+_FUSED = ("moves", "chain", "dear", "part", "asked")
 
 
 @dataclass(eq=False, slots=True)
@@ -209,15 +206,17 @@ class Peak(Domain):
         name = eqn.primitive.name
         if name == "spmd_fused":
             return self._marked(eqn, operands)
-        if name in RENAMES or _only_reshapes(eqn):
+        cost = primitive_of(eqn).cost
+        if cost == "alias" or _only_reshapes(eqn):
             return operands[: len(eqn.outvars)]
-        if name in _FUSED:
+        if cost in _FUSED:
             self._next(operands)
             sources = () if all(node.sources == () for node in operands) else tuple(operands)
-            return [self._made(var, sources=sources, dear=name in _DEAR) for var in eqn.outvars]
-        if name == "ragged_dot_general":
+            return [self._made(var, sources=sources, dear=cost == "dear") for var in eqn.outvars]
+        dims = primitive_of(eqn).dims
+        if dims == "contracted in groups":
             operands = self._in_groups(eqn, operands)
-        if name == "dot_general":  # it reads a copy of an operand whose dimensions are not in its order
+        if dims == "contracted":  # it reads a copy of an operand whose dimensions are not in its order
             sides = enumerate(operands)
             operands = [node if _in_order(eqn, side) else self._copied(eqn, side, node) for side, node in sides]
         self._read(operands)
@@ -304,12 +303,12 @@ def _in_order(eqn: Equation, side: int) -> bool:
 
 def _only_reshapes(eqn: Equation) -> bool:
     """Return whether an equation moves, adds or sums over dimensions of one element alone."""
-    name = eqn.primitive.name
-    if name == "transpose":
+    dims = primitive_of(eqn).dims
+    if dims == "permuted":
         shape = eqn.invars[0].aval.shape
         kept = [i for i in eqn.params["permutation"] if shape[i] != 1]
         return kept == sorted(kept)
-    same = name in _REDUCTIONS or name == "broadcast_in_dim"
+    same = dims in ("reduced: sum", "reduced: max", "reduced: min", "some are new")
     return same and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 

@@ -156,14 +156,6 @@ def price(work: Work, hardware: Hardware, each: Sequence[float]) -> Price:
     return Price(compute, memory, communication, times, busy)
 
 
-# The names of each kind of collective, in jaxprs and in what XLA makes of them. Any reduction is a psum.
-PRIMITIVES: dict[str, tuple[str, ...]] = {
-    "all_gather": ("all_gather", "all_gather_invariant", "all_gather_reduced"),
-    "psum": ("psum", "psum_invariant", "unreduced_psum", "pmax", "pmin", "all_reduce", "reduce_and"),
-    "psum_scatter": ("reduce_scatter", "reduce_scatter_start", "psum_scatter", "unreduced_reduce_scatter"),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class WrittenCollective:
     """One collective of a jaxpr.

@@ -13,20 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from spmd._jaxprs.primitives import primitive_of
 from spmd._jaxprs.walker import Equation, shape_of
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
-
-_ELEMENTWISE_NAMES = """add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf
-    integer_pow pow max min abs sign floor ceil round select_n clamp convert_element_type and or not xor eq ne lt le
-    gt ge square add_any copy is_finite rem nextafter optimization_barrier reduce_precision name spmd_layout
-    stop_gradient spmd_fused"""
-ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
-# They give another name to the same bytes.
-_RENAMES_NAMES = """reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient
-    optimization_barrier spmd_layout spmd_assert_equal spmd_order spmd_retype spmd_fused"""
-RENAMES = frozenset(_RENAMES_NAMES.split())
-
-WINDOWS = frozenset(("slice", "split", "unstack"))  # their results are parts of the operand's bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,7 +85,7 @@ def chained(eqn: Equation, ins: Sequence[Value]) -> tuple[frozenset[Buffer], boo
         buffers = found[0] if found else frozenset()
     else:
         buffers = frozenset().union(*found)
-    return buffers, eqn.primitive.name not in RENAMES or any(value.chain for value in ins)
+    return buffers, primitive_of(eqn).cost != "alias" or any(value.chain for value in ins)
 
 
 def ending_bytes(results: Iterable[tuple[Value, float]]) -> float:
@@ -138,12 +127,12 @@ def stacked(value: Value) -> Value:
 def through(eqn: Equation, ins: Sequence[Value]) -> list[Value]:
     """Return where the results of an elementwise equation lie: with its operands, as sharding propagation has it."""
     shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
-    name = eqn.primitive.name
-    if name == "transpose" and isinstance(ins[0].place, tuple):
+    one = primitive_of(eqn)
+    if one.dims == "permuted" and isinstance(ins[0].place, tuple):
         return [Value(tuple(ins[0].place[i] for i in eqn.params["permutation"]))]
     if all(v.place == ANYWHERE or not shape_of(atom) for v, atom in zip(ins, eqn.invars, strict=True)):
         return [Value(ANYWHERE)] * len(eqn.outvars)
-    if name not in ELEMENTWISE:
+    if not one.pointwise:
         return [Value()] * len(eqn.outvars)
     whole = [v for v, atom in zip(ins, eqn.invars, strict=True) if shape_of(atom) == shape and v.place != ANYWHERE]
     places = {v.place for v in whole}
@@ -154,18 +143,8 @@ def through(eqn: Equation, ins: Sequence[Value]) -> list[Value]:
 # --- what one equation of a jaxpr computes and what it moves to and from memory ---------------------------------------
 
 
-# Elementwise work that costs nothing worth counting: data is moved, renamed or chosen.
-_FREE_NAMES = """broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice
-    concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient device_put
-    gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real imag
-    reduce_precision sort spmd_layout spmd_assert_equal spmd_order spmd_split spmd_roll spmd_move spmd_retype
-    spmd_fused"""
-_FREE = frozenset(_FREE_NAMES.split())
-# What writes its result to memory and reads its operands from there; elementwise chains between are fused into it.
-_WHOLE = frozenset(
-    ("conv_general_dilated", "sort", "fft", "cholesky", "lu", "qr", "eigh", "svd", "triangular_solve", "top_k")
-)
-_MOVED = frozenset(("gather", "dynamic_slice"))  # of a large operand only what was asked for is read
+# What costs no arithmetic worth counting: data is moved, renamed or chosen.
+_FREE = ("alias", "part", "moves", "asked", "update", "orders")
 
 
 def size_bytes(aval: Any) -> int:
@@ -183,7 +162,7 @@ def dtype_name(aval: Any) -> str:
 
 def is_matmul(eqn: Equation) -> bool:
     """Return whether a matrix unit does it."""
-    return eqn.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
+    return primitive_of(eqn).dims.startswith("contracted")
 
 
 def flops_of(eqn: Equation) -> tuple[str, float]:
@@ -192,8 +171,7 @@ def flops_of(eqn: Equation) -> tuple[str, float]:
     Dots and convolutions: two per product. Reductions: one per element of the operand. Everything elementwise: one
     per element of the result, transcendental functions too. Complex products count as four real ones, sums as two.
     """
-    name = eqn.primitive.name
-    if name in _FREE or not eqn.outvars:
+    if primitive_of(eqn).cost in _FREE or not eqn.outvars:
         return "", 0.0
     aval = eqn.invars[0].aval if is_matmul(eqn) else eqn.outvars[0].aval
     dtype = getattr(aval, "dtype", None)
@@ -208,40 +186,39 @@ def _is_inexact(dtype: Any) -> bool:
 
 
 def _count(eqn: Equation) -> float:
-    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    name, dims, out = eqn.primitive.name, primitive_of(eqn).dims, eqn.outvars[0].aval
     first = eqn.invars[0].aval if eqn.invars else out
-    if name == "dot_general":
+    if dims == "contracted":
         (contracted, _), _ = eqn.params["dimension_numbers"]
         return 2.0 * math.prod(out.shape) * math.prod(first.shape[i] for i in contracted)
-    if name == "conv_general_dilated":
+    if dims == "contracted in groups":
+        return 2.0 * math.prod(first.shape) * out.shape[-1]
+    if dims.startswith("contracted"):  # a convolution
         kernel, numbers = eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
         window = math.prod(kernel) // kernel[numbers.rhs_spec[0]]
         return 2.0 * math.prod(out.shape) * window
-    if name == "ragged_dot_general":
-        return 2.0 * math.prod(first.shape) * out.shape[-1]
-    if name == "fft":
+    if dims == "whole: fft":
         points = math.prod(eqn.params["fft_lengths"])
         return 2.5 * math.prod(first.shape) * math.log2(max(points, 2))  # 5 n log2(n), the dtype counting two of it
     if name in ("cholesky", "lu"):
         return math.prod(first.shape) * first.shape[-1] / (3 if name == "cholesky" else 1.5)
     if name == "triangular_solve":
         return float(math.prod(out.shape) * first.shape[-1])
-    if name.startswith(("reduce_", "arg", "cum")):
-        return float(math.prod(first.shape))
-    return float(math.prod(out.shape))
+    whole = dims.startswith(("reduced", "whole: scan", "whole: stencil"))
+    return float(math.prod(first.shape if whole else out.shape))
 
 
 def memory_of(eqn: Equation, ins: Sequence[float], outs: Sequence[float]) -> float:
     """Bytes of memory traffic of one execution, for operands and results of so many bytes: all of them for dots,
     convolutions, reductions, sorts and transforms; twice what a gather, a scatter or a slice moves; nothing of what is
     elementwise."""
-    name = eqn.primitive.name
-    if is_matmul(eqn) or name in _WHOLE or name.startswith(("reduce_", "arg", "cum")):
-        return sum(ins) + sum(outs)
-    if name in _MOVED:
-        return 2 * sum(outs)
-    if name == "dynamic_update_slice":
-        return 2 * ins[1]
-    if name.startswith("scatter"):
-        return 2 * ins[-1]
+    match primitive_of(eqn).cost:
+        case "whole" | "orders":
+            return sum(ins) + sum(outs)
+        case "asked":
+            return 2 * sum(outs)
+        case "update":
+            return 2 * ins[1]
+        case "scatter":
+            return 2 * ins[-1]
     return 0

@@ -16,6 +16,7 @@ import spmd.inspect._values as _values
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, FusedName, LayoutName, PerShardName, WindowName, kernel_around, one_line
 from spmd._jaxprs.lines import line_of, short_line
+from spmd._jaxprs.primitives import kind_of, primitive_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Role, Variable, axes_of, opened, shape_of, walk
 from spmd._text import sent_bytes
 from spmd.checker import _tables as tables
@@ -27,7 +28,6 @@ from spmd.inspect._records import Turns, Work, Written
 from spmd.inspect._values import Buffer, Inside, Value, dtype_name, size_bytes, typed_place
 from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 
-_KINDS = {primitive: kind for kind, primitives in records.PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
 _FOUND = ("collectives", "boundary", "islands", "per_shard", "constraints", "windows")  # as `Written` has it
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
@@ -313,7 +313,7 @@ class Walk(Domain):
             return self._moves(eqn, operands)
         names = self._names(eqn)
         primitive: str = eqn.primitive.name
-        kind = _KINDS.get(primitive, primitive)
+        kind = kind_of(primitive)
         recomputed = ("Scope", "rematted_computation") in names
         transposed = _compat.is_backward(names)
         call = _call_around(names)
@@ -371,9 +371,9 @@ class Walk(Domain):
         if traffic:
             self._work.traffic[inside] += traffic * self.site.times
             # what writes its results whole may have what follows fused into it
-            whole = not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice"))
+            whole = primitive_of(eqn).cost not in ("scatter", "update")
             return self._stand(eqn.outvars, outs, open=whole)
-        if eqn.primitive.name in _values.WINDOWS:  # what follows reads no more than these parts
+        if primitive_of(eqn).cost == "part":  # what follows reads no more than these parts
             return [replace(value, chain=True) for value in self._stand(eqn.outvars, outs)]
         buffers, chain = _values.chained(eqn, operands)
         return [replace(value, buffers=buffers, chain=chain) for value in outs]

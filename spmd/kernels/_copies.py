@@ -131,13 +131,17 @@ class _Carry(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """Results that vary: a body traced with outputs that may, and what these really are."""
+    """Results that vary: a body traced with outputs that may, what these really are, and what types suspect in it.
+
+    A suspicion in the body is the cause where no other trace is accepted. In one that is, numbers decide on it.
+    """
 
     plan: Any
     frame: Frame
     unequal: Unequal
     jaxpr: Any
     facts: list[OutputFacts]
+    inside: ReplicationError | None
 
     def places(self) -> Places:
         """The calls whose results must be invarying for JAX to accept all results; none where that is not certain."""
@@ -152,6 +156,8 @@ class _Results(NamedTuple):
 
     def error(self, paid: Sequence[Paid] = ()) -> ReplicationError:
         """Return what is wrong, and the lines to paste."""
+        if self.inside is not None:
+            return self.inside
         got: list[str] = []
         fixes: list[Fix] = []
         advice: list[str] = []
@@ -206,12 +212,12 @@ def _diagnosis(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequ
     [entry] = program.eqns
     known = {"mesh_axes": everywhere, "kernel": plan.signature.text}
     known |= {"arg_names": plan.paths, "arg_layouts": plan.layouts}
+    inside = None
     try:
         check_jaxpr(entry.params["jaxpr"], how=plan.signature.check, always=True, **known)
-    except ReplicationError as error:  # a fault inside the body is the cause, and says more
-        error.program = program
-        raise
-    return _Results(plan, frame, unequal, program, explain_output(entry.params["jaxpr"], **known))
+    except ReplicationError as error:
+        error.program, inside = program, error
+    return _Results(plan, frame, unequal, program, explain_output(entry.params["jaxpr"], **known), inside)
 
 
 def _one_axis(fact: OutputFacts, outputs: Any, index: int, axis: str) -> tuple[str, Sequence[Fix], Sequence[str]]:

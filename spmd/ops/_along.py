@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -128,6 +128,7 @@ def along(
     linear: bool = False,
     ordered: bool = False,
     arrow: bool = False,
+    alone: bool = False,
     example: str | None = None,
 ) -> Along:
     """Read a call, and check what holds for every operation along dimensions in brackets.
@@ -141,6 +142,7 @@ def along(
       linear: Whether the operation is linear. Only then may the array be a partial sum.
       ordered: Whether it compares elements, which complex numbers do not allow.
       arrow: Whether the pattern may say the result too.
+      alone: Whether each dimension in brackets has one name. If only one dimension may be there, it has.
       example: A correct call, for messages.
     """
     arrow = pattern.arrow if isinstance(pattern, Pattern) else arrow and "->" in str(pattern)
@@ -151,6 +153,8 @@ def along(
     if not linear:
         call.complete(f"{name} of a partial sum is not {name} of its parts: psum first.")
     one = Along(call, call.operand(x))
+    if alone or most == 1:
+        check_ungrouped(call)
     dims = one.dims
     if not dims or (most is not None and len(dims) > most):
         last = src.dims[-1].short if src.dims else "k"
@@ -162,6 +166,28 @@ def along(
     if ordered and jnp.issubdtype(one.x.dtype, jnp.complexfloating):
         call.fail(f"{name} needs numbers that are ordered, and the array is {one.x.dtype}.")
     return one
+
+
+def check_ungrouped(call: Call) -> None:
+    """Check that each dimension in brackets has one name. One name does for `[(x y)/a]`, which is one dimension, unless
+    an axis divides a factor inside of it."""
+    sides = call.pattern.inputs, call.pattern.outputs
+    dim = next((dim for side in sides[0] for dim in side.dims if dim.bracket and len(dim.atoms) > 1), None)
+    if dim is None:
+        return
+    name, fix, advice = (
+        "".join(atom.name for atom in dim.atoms),
+        None,
+        "rearrange it into dimensions of their own first",
+    )
+    if name.isidentifier() and not any(atom.axes for atom in dim.atoms[1:]) and name not in call.pattern.names:
+        one = replace(dim, composite=False, atoms=(replace(dim.atoms[0], name=name),))
+        named = lambda side: Layout.from_dims([one if d == dim else d for d in side.dims]).short
+        fix, advice = f'"{" -> ".join(", ".join(map(named, side)) for side in sides if side)}"', None
+        if bound := [key for key in dim.names if key in call.given]:
+            fix, advice = None, f"{fix}, without {', '.join(f'{key}=' for key in bound)}"
+    rule = f"{call.name.rpartition('.')[2]} works along dimensions with one name, and this one has {len(dim.atoms)}."
+    call.fail(rule, at=dim.span, fix=fix, advice=advice)
 
 
 def one_unnamed(layout: Layout) -> Layout:
@@ -211,10 +237,7 @@ def roll(x: Any, layout: str, /, shift: Shift | tuple[Shift, ...] = 1, **names: 
       >>> print(spmd.kernel("s/cp -> s/cp", mesh=mesh)(lambda x: spmd.roll(x, "[s/cp]", 3))(jnp.arange(8)))
       [5 6 7 0 1 2 3 4]
     """
-    one = along("roll", x, layout, names, linear=True, example='roll(x, "b/dp [d]", 1)')
-    if fault := next((d for d in one.operand.layout.dims if d.bracket and len(d.atoms) > 1), None):
-        rule = f"roll works along a dimension with one name, and this one has {len(fault.atoms)}."
-        one.call.fail(rule, at=fault.span, advice="rearrange it into dimensions of their own first")
+    one = along("roll", x, layout, names, linear=True, alone=True, example='roll(x, "b/dp [d]", 1)')
     shifts = _shifts(one.call, shift, len(one.dims))
 
     def rolled() -> Any:

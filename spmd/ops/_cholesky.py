@@ -15,7 +15,7 @@ from spmd import _compat
 from spmd.comm import _lax
 from spmd.comm._call import Factor, open_call
 from spmd.errors import SizeError
-from spmd.ops._along import Along, along, one_unnamed
+from spmd.ops._along import Along, along, check_ungrouped, one_unnamed
 from spmd.ops._reduce import plain_dims
 
 # --- `qr`: a tall matrix, its rows divided over devices, as the product of orthonormal columns and a triangle ---------
@@ -62,7 +62,7 @@ def qr(x: Any, layout: str, /, **names: Any) -> tuple[jax.Array, jax.Array]:
       J. Demmel, L. Grigori, M. Hoemmen and J. Langou, Communication-optimal parallel and sequential QR and LU
       factorizations, SIAM Journal on Scientific Computing 34, 2012: TSQR, with all triangles in one step.
     """
-    one = along("linalg.qr", x, layout, names, example=_QR)
+    one = along("linalg.qr", x, layout, names, alone=True, example=_QR)
     rows, columns = rows_and_columns(one, "qr", "decomposes", _QR)
     if rows.size < columns.size:
         rule = f"qr decomposes a tall matrix, and this one has {rows.size} rows and {columns.size} columns."
@@ -187,7 +187,7 @@ def cholesky(x: Any, layout: str, /, **names: Any) -> jax.Array:
     References:
       I. Murray, Differentiation of the Cholesky decomposition, arXiv:1602.07527, 2016: the gradient, in blocks.
     """
-    one = along("linalg.cholesky", x, layout, names, example=_EXAMPLE)
+    one = along("linalg.cholesky", x, layout, names, alone=True, example=_EXAMPLE)
     rows = square(one, "cholesky", "decomposes", _EXAMPLE)
     call, where = one.call, tuple(one.dims)
     with call.scope():
@@ -451,6 +451,7 @@ def _read(lower: Any, b: Any, layouts: str, names: Mapping[str, Any]) -> tuple[A
     how: dict[str, Any] = {"arrays": given, "inputs": 2, "arrow": False, "shown": shown}
     call = open_call("linalg.cho_solve", layouts, names, example=_SOLVE, **how)
     plain_dims(call, *call.pattern.inputs, unnamed=True, literals=True)
+    check_ungrouped(call)
     for i in range(2):
         call.complete("cho_solve of a partial sum is not cho_solve of its parts: psum first.", i)
     matrix, right = (Along(call, call.operand(x, i, name=shown[i])) for i, x in enumerate(given))

@@ -17,6 +17,7 @@ from spmd._text import Table, bytes_text
 from spmd._trees.leaves import kind_of
 from spmd.checker import Findings
 from spmd.checker._arguments import drawn
+from spmd.checker._finding import MEANT
 from spmd.checker._numbers import compared, labelled, pulled, rounded
 from spmd.errors import SpmdError, did_you_mean
 from spmd.inspect import collectives
@@ -25,10 +26,7 @@ from spmd.language import axes_code
 from spmd.porting._program import Body, Edit, File, Mapped, Site, Trace, X, loaded, opaques, sizes, starts, tree_of
 
 Program = tuple[Callable[..., Any], tuple[Any, ...]]
-_OWN = (
-    "the raw program depends on the sizes of axes too: if each device's own block is meant, "
-    "`with spmd.per_shard(why):` says so"
-)
+_OWN = f"{MEANT} The raw program depends on the sizes of axes too. `with spmd.per_shard(why):` says that it may"
 _GRADIENT = (
     "a gradient is taken in the body, and in a kernel JAX itself adds it up over the axes along which its argument is "
     'equal: spmd.value_and_grad(f, loss="{U:dp}") says which sum the loss is, and no psum follows'

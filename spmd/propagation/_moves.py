@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, LayoutName
 from spmd._jaxprs.lines import LineName, gradient_line, is_transposed, line_of
+from spmd._jaxprs.primitives import PRIMITIVES, UNKNOWN
 from spmd._jaxprs.walker import Domain, Equation, Held, Rule, call_of, opened, shape_of, walk
 from spmd._text import bytes_text, fields_of
 from spmd.checker._state import Axes, State, axes_of_dim, plain
@@ -383,7 +384,7 @@ class Reader:
         pairs = zip(labels, raw.type.shape, raw.source.dims, raw.target.dims, strict=True)
         whole = [_called(one, size) for one, size, before, behind in pairs if len(behind) < len(before)]
         if raw.kind in ("all_gather", "all_to_all") and whole:
-            pointwise = name in TABLE and TABLE[name].map is TABLE["add"].map
+            pointwise = PRIMITIVES.get(name, UNKNOWN).pointwise
             return (
                 f"{name} takes it so, as it lies beside it"
                 if pointwise

@@ -418,3 +418,39 @@ def test_wrong_layouts_of_a_plain_function(run, tmp_path, monkeypatch, words, to
     file.write_text(LOSS)
     status, _, err = run("check", f"{file}:loss", *words)
     assert status == 2 and told in err
+
+
+PER_RANK = """
+import jax, jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+
+def build(mesh):
+    body = lambda x, i: x[i]
+    fn = jax.shard_map(body, mesh=mesh, in_specs=(P("dp"), P("dp")), out_specs=P("dp"))
+    return fn, (jnp.arange(16.0), jnp.array([1, 0, 3, 2]))
+
+
+def meant(x, i):
+    return jax.vmap(lambda row, at: row[at])(x.reshape(4, 4), i.reshape(4, 1)).reshape(-1)
+
+
+def of_the_whole(x, i):
+    return x[i]
+"""
+
+
+def test_what_may_be_meant_per_shard_is_a_question(run, tmp_path):
+    """It is no failure until a reference says that something else is meant."""
+    file = tmp_path / "per_rank.py"
+    file.write_text(PER_RANK)
+    asked = ["check", f"{file}:build", "--mesh", "dp=4"]
+    status, out, _ = run(*asked)
+    assert status == 0 and out.startswith("meant per shard?\n<lambda>\nAn index was done on each device's own piece")
+    found = json.loads(run(*asked, "--json")[1])
+    assert [one["certain"] for one in found["findings"]] == [False]
+    assert run(*asked, "--strict")[0] == 3
+    status, out, _ = run(*asked, "--reference", f"{file}:meant")
+    assert status == 0 and out.startswith("no findings: tested")
+    status, out, _ = run(*asked, "--reference", f"{file}:of_the_whole")
+    assert status == 1 and "computes something else on several devices than on one" in out

@@ -181,7 +181,38 @@ def sizes(c: Choices) -> Random:
     return Random(f"a size by {source}, {result} of {rows}", f"{rows} d -> {target}", body, plain, (x,), mesh)
 
 
-FAMILIES = (loops, gradients, per_sample, sizes)
+def scans(c: Choices) -> Random:
+    """A scan by products of matrices: of each piece alone, or of the pieces and then of what they come to."""
+    mesh = {"t": int(c.choice((2, 1, 4))), "b": int(c.choice((1, 2)))}
+    rows, levels = c.choice(("t/t", "t")), c.choice((1, 2, 2))
+    how = c.choice(("right", "right", "inclusive", "wrong side"))
+    how = how if mesh["t"] > 1 else "right"  # what is wrong on one device too, no mesh shows
+    product = c.choice((
+        lambda p, q: q @ p,
+        lambda p, q: jnp.einsum("...ij,...jk->...ik", q, p),
+        lambda p, q: jnp.linalg.solve(q, p),
+        lambda p, q: jnp.linalg.inv(q) @ p,
+        lambda p, q: q * p,
+        lambda p, q: q + p,
+    ))  # fmt: skip
+
+    def body(x: Any) -> Any:
+        own = lax.associative_scan(product, x)
+        if levels == 1 or rows == "t":
+            return own
+        ends = lax.associative_scan(product, lax.all_gather(own[-1], "t"))
+        place = lax.axis_index("t") - int(how != "inclusive")
+        before = lax.dynamic_index_in_dim(ends, jnp.maximum(place, 0), 0, keepdims=False)
+        both = (own, before) if how == "wrong side" else (before, own)
+        several = (jnp.broadcast_to(one, own.shape) for one in both)
+        return jnp.where(place >= 0, product(*several), own)
+
+    x = 0.3 * normal(c, int(c.choice((1, 2, 3, 4))) * mesh["t"], 2, 2) + np.eye(2, dtype=np.float32)
+    plain = lambda x: lax.associative_scan(product, x)
+    return Random(f"a scan of {rows} in {levels} levels, {how}", f"{rows} i j -> {rows} i j", body, plain, (x,), mesh)
+
+
+FAMILIES = (loops, gradients, per_sample, sizes, scans)
 
 
 def normal(c: Choices, *shape: int) -> np.ndarray:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.sharding import PartitionSpec as P
 
 import spmd
-from tests.checker.harness import AXES, is_known, parted, seen, split, varying
+from spmd.checker._dataflow import walk_closed
+from spmd.checker._simulator import held_number, simulate
+from tests.checker.harness import AXES, Inside, is_known, mesh, parted, seen, split, trace, varying
 from tests.sampler import share
 
 X = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
@@ -119,3 +124,72 @@ def test_rows_that_travel_without_gaps_are_unknown():
         return lax.ragged_all_to_all(x, jnp.zeros_like(x), sizes, sizes, sizes, sizes, axis_name="dp")
 
     spmd.check(body, X, np.array([4, 4], np.int32))
+
+
+TERM = X[:8, :8]
+unheard_of = Primitive("unheard_of")
+unheard_of.def_abstract_eval(lambda x: x)
+
+
+def walked(body):
+    """A walk over a body of two arrays whose product is a sum over dp."""
+    walk = Inside("kernel", AXES)
+    listed = lambda x, w: [varying(y)[None] for y in jax.tree.leaves(body(x @ w))]
+    walk_closed(walk, trace(listed, P(None, "dp"), P("dp"), args=(TERM, TERM)))
+    return walk.outputs[-1][1], [one.kind for one in walk.findings]
+
+
+WAYS = {
+    "untiled exchange": lambda y: lax.all_to_all(y.reshape(4, 2, 8), "tp", 0, 0),
+    "exchange of copies": lambda y: lax.all_to_all(y, "tp", 0, 0, tiled=True),
+    "gather in groups": lambda y: lax.all_gather(y, "tp", axis_index_groups=[[0, 1], [2, 3]]),
+    "untiled scatter": lambda y: lax.psum_scatter(y.reshape(4, 16), "tp"),
+    "no rule": unheard_of.bind,
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_no_rule_knows_keeps_a_term_a_term(name):
+    """Along another axis, or where nobody knows what was done to it. The sum completes it all the same."""
+    assert walked(lambda y: lax.psum(jnp.tanh(WAYS[name](y)), "dp"))[1] == ["nonlinear"]
+    [state], kinds = walked(lambda y: lax.psum(WAYS[name](y), "dp"))
+    assert kinds == [] and not state.partial and "dp" not in state.axes
+
+
+def test_what_no_rule_knows_keeps_what_was_done_to_a_piece():
+    walk = Inside("kernel", AXES)
+    walk_closed(walk, trace(lambda x: unheard_of.bind(jnp.sort(x, 0)), P("dp"), args=(TERM,)))
+    assert {(p.kind, p.axis) for p in walk.outputs[-1][1][0].pending} == {("sort", "dp")}
+
+
+def test_what_one_device_sends_to_all_is_equal():
+    """JAX has it for GPUs. Here it is interpreted."""
+
+    def body(x):
+        return [f(lax.pbroadcast(x, ("tp",), 2)) for f in (lambda y: y, lambda y: lax.pbroadcast(y, ("dp", "tp"), 5))]
+
+    made = {"mesh": mesh(), "in_specs": P("dp", "tp"), "out_specs": P("dp", "tp")}
+    jaxpr = jax.make_jaxpr(jax.shard_map(body, **made))(TERM)
+    one, both = simulate(jaxpr, [held_number(TERM)], 10**6).outs
+    blocks = TERM.reshape(2, 4, 4, 2)
+    np.testing.assert_array_equal(one.reshape(2, 4, 4, 2), np.broadcast_to(blocks[:, :, 2:3], blocks.shape))
+    np.testing.assert_array_equal(both.reshape(2, 4, 4, 2), np.broadcast_to(blocks[1:, :, 2:3], blocks.shape))
+    walk = Inside("kernel", AXES)
+    walk_closed(walk, jaxpr)
+    states = walk.outputs[-1][1]
+    assert [state.axes for state in states] == [{"dp"}, set()] and walk.findings == []
+
+
+def test_a_term_that_is_sent_to_all_is_no_sum():
+    assert walked(lambda y: lax.pbroadcast(y, ("dp",), 0))[1] == ["nonlinear"]
+
+
+def test_a_sum_that_is_begun_is_one_when_it_is_done():
+    """The newest JAX has asynchronous collectives."""
+    if not hasattr(lax, "psum_scatter_start"):
+        return
+    begun = lambda y: lax.psum_scatter_start(y, "dp", scatter_dimension=0, tiled=True).done()
+    right = spmd.kernel("a b/dp, b/dp c -> a/dp c", mesh=spmd.make_mesh(dp=4))(lambda x, w: begun(x @ w))
+    assert spmd.check(right, TERM, TERM).verdict.kind == "proved"
+    wrong = spmd.kernel("a b/dp, b/dp c -> a/dp c", mesh=spmd.make_mesh(dp=4))(lambda x, w: begun(jnp.tanh(x @ w)))
+    assert [one.kind for one in spmd.check(wrong, TERM, TERM)] == ["nonlinear"]

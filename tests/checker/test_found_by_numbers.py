@@ -271,4 +271,4 @@ def test_the_arguments_themselves_are_compared_too():
 def test_a_verdict_counts_the_findings_that_may_be_meant():
     raw = jax.shard_map(jnp.sort, mesh=DP, in_specs=jax.P("dp"), out_specs=jax.P("dp"))
     found = spmd.check(raw, jax.ShapeDtypeStruct((8,), "float32"))
-    assert len(found) == 1 and str(found.verdict).startswith("1 finding that may be meant: not tested. ")
+    assert len(found) == 1 and str(found.verdict).startswith("meant per shard? 1 finding: not tested. ")

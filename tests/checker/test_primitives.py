@@ -24,6 +24,13 @@ B = RNG.random((3, 4, 6)) > 0.5
 C = (X + 1j * Y).astype(np.complex64)
 ROWS = np.array([[2, 0], [-1, 5]], np.int32)
 
+GROUPED_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+
+def largest_of_windows(x: Any) -> Any:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 2), "VALID")
+
+
 PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "arithmetic": (lambda x, y: (x + y, x - y, x * y, x / y, -x, x % y, x**y, lax.rem(x, y), abs(x - y)), (X, Y)),
     "integers": (lambda i: (i // 4, lax.div(i, jnp.int32(4)), i % 4, lax.rem(i, jnp.int32(4)), i**3, abs(i), -i), (I,)),
@@ -95,6 +102,25 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, w, n: jax.grad(lambda x, w: (lax.ragged_dot(x, w, n) ** 2).sum(), (0, 1))(x, w),
         (X[0], RNG.normal(size=(3, 6, 5)).astype("f4"), np.array([1, 0, 3], np.int32)),
     ),
+    "products by groups": (
+        lambda x, w, n: (
+            lax.ragged_dot(x[0], w, n),
+            lax.ragged_dot_general(x[0], x[1], n, GROUPED_ROWS),
+        ),
+        (X, RNG.normal(size=(3, 6, 5)).astype("f4"), np.array([1, 0, 3], np.int32)),
+    ),
+    "folded windows": (
+        lambda x, y: (
+            *lax.reduce_window((x, y), (np.float32(0), np.float32(-9)), lambda a, b: (a[0] + b[0], jnp.maximum(a[1], b[1])), (2, 1, 3), (1, 2, 2), "SAME"),
+            lax.reduce_window(x, np.float32(0), jnp.hypot, (1, 2, 2), (1, 1, 1), [(0, 0), (1, 2), (0, 1)], (1, 2, 1), (1, 1, 3)),
+        ),
+        (X, Y),
+    ),
+    "windows of a derivative": (
+        lambda x, y: (jax.jvp(largest_of_windows, (x,), (y,)), jax.vjp(largest_of_windows, x)[1](y[:, :2, :3])),
+        (X, Y),
+    ),
+    "products of halves": (lambda i: lax.mulhi(i << 20, i << 18), (I,)),
     "threefry": (lambda key: jax.random.bits(jax.random.wrap_key_data(key), (5,)), (np.array([3, 4], np.uint32),)),
     "keys": (
         lambda key: [
@@ -140,7 +166,11 @@ def test_what_it_computes(name: str) -> None:
 
 
 # A gradient inside of a body adds up what the devices have.
-ON_DEVICES = [name for name in PROGRAMS if "key" not in name and name not in ("threefry", "grouped products")]
+ON_DEVICES = [
+    name
+    for name in PROGRAMS
+    if "key" not in name and name not in ("threefry", "grouped products", "windows of a derivative")
+]
 
 
 @pytest.mark.parametrize("name", ON_DEVICES)

@@ -29,7 +29,7 @@ def test_a_suspected_order_whose_numbers_differ_is_not_proved(jit):
     found = checked(other_order, jit)
     assert [(one.kind, one.certain) for one in found] == [("layout", False)]
     assert found.verdict.kind == "not tested"
-    assert str(found.verdict).startswith("1 finding that may be meant: not tested. its numbers depend on the sizes")
+    assert str(found.verdict).startswith("meant per shard? 1 finding: not tested. its numbers depend on the sizes")
 
 
 @pytest.mark.parametrize("jit", [True, False])

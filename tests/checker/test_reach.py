@@ -77,7 +77,7 @@ def test_a_suspicion_that_hangs_on_such_a_side_is_loud() -> None:
     kernel = spmd.kernel("n/dp d, scalar -> n/dp d", mesh=spmd.make_mesh(dp=4))(hidden)
     findings = spmd.check(kernel, ROWS, COUNT)
     assert findings and not any(one.certain for one in findings) and findings.verdict.kind == "tested"
-    assert str(findings.verdict).startswith("1 finding that may be meant: tested, but for ")
+    assert str(findings.verdict).startswith("meant per shard? 1 finding: tested, but for ")
     with pytest.raises(ReplicationError):
         spmd.check(kernel, ROWS, COUNT, strict=True)
     with warnings.catch_warnings(record=True) as warned:

@@ -26,7 +26,7 @@ def verdict(pattern: str, body: Any, *args: Any, mesh: Any = FOUR) -> Any:
     """Of a kernel whose first call raises nothing. It may warn that a number may be a size."""
     kernel = spmd.kernel(pattern, mesh=mesh)(body)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "(?s).*It may be meant, and numbers do not tell: it agrees if", UserWarning)
+        warnings.filterwarnings("ignore", "(?s)meant per shard.*Numbers do not tell: it agrees if", UserWarning)
         kernel.trace(*args)
     return spmd.check(kernel, *args).verdict
 

@@ -36,6 +36,17 @@ OPERATIONS = {
     "padded": (lambda x: jnp.pad(x, ((1, 0), (0, 0))), (0,), "pad"),
     "picked": (lambda x: x[jnp.array([1, 0])], (0,), "index"),
     "set": (lambda x: x.at[1].set(0.0), (0,), "index"),
+    "windows by a function": (
+        lambda x: lax.reduce_window(x, np.float32(0), lambda a, b: a + 2 * b, (1, 3), (1, 1), "SAME"),
+        (1,),
+        "stencil",
+    ),
+    "every other window": (
+        lambda x: lax.reduce_window(x, np.float32(0), lax.add, (2, 1), (2, 1), "VALID"),
+        (0,),
+        "stencil",
+    ),
+    "reduced by a function": (lambda x: lax.reduce(x, np.float32(0), jnp.hypot, (1,)), (1,), "fold"),
     "the largest": (lambda x: lax.top_k(x, 2)[0], (1,), "top_k"),
 }
 
@@ -53,6 +64,41 @@ def test_every_layout(layout):
             assert {p.kind for p in state.pending} <= ({kinds} if isinstance(kinds, str) else {*kinds}), name
         # What is placed by an index lies as nobody knows.
         assert bool(known) is (not cut and name != "set"), f"{name} of {layout}"
+
+
+WEIGHTS = ("g d f", "g d f/dp", "g/dp d f", "g d/tp f", "g d/tp f/dp")
+
+
+@pytest.mark.parametrize("weights", WEIGHTS)
+@pytest.mark.parametrize("rows", ("b d", "b/dp d", "b d/tp", "b/dp d/tp", "b/tp d"))
+def test_products_by_groups(rows, weights):
+    """Rows and groups are needed whole, and what is contracted is summed, as in a product."""
+    axes = dict(zip("bdgDf", [*axes_of(rows), *axes_of(weights)], strict=True))
+    if axes["d"] != axes["D"] or set(axes["g"] + axes["f"]) & set(axes["b"] + axes["d"]):
+        return
+    x, w = X[:16, :8], np.random.default_rng(3).normal(size=(2, 8, 4)).astype(np.float32)
+    sizes = np.array([5, 11], np.int32)
+    counts = "g/dp" if axes["g"] else "g"
+    found = seen(lambda x, w, n: lax.ragged_dot(x, w, n), rows, weights, counts, args=(x, w, sizes))
+    [state] = found.states
+    assert {(p.kind, p.axis) for p in state.pending} == {("group", axis) for axis in axes["b"] + axes["g"]}
+    assert state.partial == set(axes["d"]) and found.kinds == []
+    assert bool(found.agree()) is not bool(axes["b"] + axes["g"])
+
+
+def test_groups_of_ones_own_rows():
+    """Where each device counts its own rows, it multiplies them by their own matrices."""
+    ids = np.sort(np.random.default_rng(4).integers(0, 3, 16)).astype(np.int32)
+    w = np.random.default_rng(3).normal(size=(3, 8, 4)).astype(np.float32)
+
+    def body(x, w, ids):
+        counts = [jnp.bincount(ids, length=3), jax.nn.one_hot(ids, 3, dtype=jnp.int32).sum(0)]
+        return [lax.ragged_dot(x, w, n) for n in counts]
+
+    found = seen(body, "b/dp d", "g d f", "b/dp", args=(X[:16, :8], w, ids))
+    assert found.kinds == [] and found.agree() == 2
+    whole = seen(body, "b d", "g d f", "b/dp", args=(X[:16, :8], w, ids))
+    assert whole.kinds == ["nonlinear"] and "dp" in whole.states[0].different
 
 
 def axes_of(layout: str) -> list[list[str]]:

@@ -11,7 +11,19 @@ from tests.errors.registry import X, bad, body, fixed
 SAME = "b/dp d -> b/dp d"
 
 
+def untyped(mesh, fn):
+    """A body in a raw `shard_map` in which JAX types nothing."""
+    made = {"mesh": mesh, "in_specs": jax.P("dp"), "out_specs": jax.P(), "check_" + "vma": False}
+    return jax.shard_map(fn, **made)(X)
+
+
 bad(
+    a_psum_without_types=(
+        lambda mesh: untyped(mesh, lambda x: psum(x.sum(0), "d {U:dp} -> d")),
+        lambda mesh: np.testing.assert_array_equal(
+            body("b/dp d -> d", lambda x: psum(x.sum(0), "d {U:dp} -> d"), mesh), X.sum(0)
+        ),
+    ),
     outside_a_kernel=lambda mesh: all_gather(X, "b/dp d -> b d"),
     string_first=(
         lambda mesh: body("b/dp d -> b d", lambda x: all_gather("b/dp d -> b d", x, to="invarying"), mesh),

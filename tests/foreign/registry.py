@@ -29,6 +29,7 @@ class Foreign:
       stays: How many of its collectives no string says, and so stay.
       mapped: Whether its `shard_map` stays too, because the checker refuses it as a kernel.
       own: Whether it means each device's own block, which a kernel says with `spmd.per_shard`.
+      asks: The kinds of findings that are questions without the oracle: it is right, and meant per shard.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Foreign:
     stays: int = 0
     mapped: bool = False
     own: bool = False
+    asks: tuple[str, ...] = ()
 
     @property
     def target(self) -> str:
@@ -52,7 +54,7 @@ BODIES: dict[str, Foreign] = {}
 
 def foreign(like: str, oracle: Callable[..., Any], **words: Any) -> Callable[[Build], Build]:
     """Enter a program. A file that is read again enters nothing twice. Words that `Foreign` does not have are axes."""
-    known = {name: words.pop(name) for name in ("finds", "stays", "mapped", "own") if name in words}
+    known = {name: words.pop(name) for name in ("finds", "stays", "mapped", "own", "asks") if name in words}
 
     def enter(build: Build) -> Build:
         BODIES.setdefault(build.__name__, Foreign(build.__name__, build, like, oracle, words, **known))

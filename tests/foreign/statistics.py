@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from tests.foreign.registry import draw, foreign
+from tests.foreign.registry import count, draw, foreign
 
 
 def _normed(x):
@@ -193,3 +193,52 @@ def conjugate_gradients(mesh):
     fn = jax.shard_map(solve, mesh=mesh, in_specs=(P("r"), P("r")), out_specs=P("r"), check_vma=False)
     inner = lambda a, b: fn(a @ a.T + 8 * jnp.eye(8), b)
     return jax.jit(inner), (draw(8, 8), draw(8))
+
+
+def _side_by_side(q, k, v):
+    """For each of four blocks of features: those of q, of k and of v."""
+    blocks = [jnp.split(x, 4, axis=-1) for x in (q, k, v)]
+    return jnp.concatenate([part for block in zip(*blocks, strict=True) for part in block], axis=-1)
+
+
+@foreign(
+    "AI-Hypercomputer/maxtext src/maxtext/models/qwen3.py:700",
+    _side_by_side,
+    mapped=True,
+    asks=("pending",),
+    data=2,
+    tp=4,
+)
+def joined_on_each_shard(mesh):
+    """The convolution's weights lie in the same order, so nothing is sent."""
+    fn = jax.shard_map(
+        lambda q, k, v: jnp.concatenate([q, k, v], axis=-1),
+        mesh=mesh,
+        in_specs=(P("data", "tp"),) * 3,
+        out_specs=P("data", "tp"),
+        check_vma=False,
+    )
+    return jax.jit(fn), (draw(6, 8), draw(6, 8, seed="k"), draw(6, 16))
+
+
+def _rows_of_ranks(hidden, index):
+    blocks, places = hidden.reshape(4, -1, hidden.shape[-1]), index.reshape(4, -1)
+    return jax.vmap(lambda rows, place: rows[place])(blocks, places).reshape(-1, hidden.shape[-1])
+
+
+@foreign(
+    "vllm-project/tpu-inference tpu_inference/spec_decode/jax/dflash.py:355",
+    _rows_of_ranks,
+    mapped=True,
+    asks=("pending",),
+    attn_dp=4,
+)
+def rows_by_own_indices(mesh):
+    """Each rank counts its rows from 0."""
+
+    def own(hidden, index):
+        return hidden[index]
+
+    spec = P("attn_dp")
+    fn = jax.shard_map(own, mesh=mesh, in_specs=(spec, spec), out_specs=spec, check_vma=False)
+    return jax.jit(fn), (draw(16, 3), count(8, most=4))

@@ -426,3 +426,58 @@ def test_a_call_is_known_again_while_python_warms_up(calls, mesh):
         return names["called"]('all_gather(x, "s/tp d -> s d")', names | {"x": x})
 
     assert jax.eval_shape(spmd.kernel("s/tp d -> s d", mesh=mesh)(body), X).shape == X.shape
+
+
+# --- what types suspect in a program that JAX refuses ----------------------------------------------------------
+
+
+ROW = np.random.default_rng(5).normal(size=32).astype(np.float32)
+
+
+def of_all(x):
+    return all_gather(x, "k/tp -> k")
+
+
+def argmax_in_two_phases(x, best):
+    place = lax.axis_index("tp") * x.shape[0] + x.argmax().astype(np.int32)
+    return of_all(place[None])[getattr(of_all(getattr(x, best)()[None]), best.replace("max", "argmax"))()]
+
+
+# Each device does something to its own block, and all then do it to what they have; and what that is on one device.
+IN_TWO_PHASES = {
+    "max": (lambda x: of_all(x.max()[None]).max(), np.max),
+    "argmax": (lambda x: argmax_in_two_phases(x, "max"), np.argmax),
+    "top_k": (lambda x: lax.top_k(of_all(lax.top_k(x, 2)[0]), 2)[0], lambda x: np.sort(x)[:-3:-1]),
+    "sort": (lambda x: jnp.sort(of_all(jnp.sort(x))), np.sort),
+    "logsumexp": (lambda x: jax.nn.logsumexp(of_all(jax.nn.logsumexp(x)[None])), lambda x: np.log(np.exp(x).sum())),
+    "stacked": (lambda x: of_all(jnp.stack([x.max(), -x.min()]))[::2].max(), np.max),
+}
+HALF_DONE = {
+    "max": lambda x: of_all(x.max()[None]).sum(),
+    "argmax": lambda x: of_all(x.argmax()[None]).max(),
+    "top_k": lambda x: of_all(lax.top_k(x, 2)[0])[:2],
+    "sort": lambda x: of_all(jnp.sort(x)),
+    "logsumexp": lambda x: of_all(jax.nn.logsumexp(x)[None]).max(),
+    "stacked": lambda x: of_all(jnp.stack([x.max(), -x.min()])).mean(),
+}
+
+
+@pytest.mark.parametrize("name", IN_TWO_PHASES)
+def test_numbers_decide_on_what_types_suspect_there(name):
+    """One element per device is a layout too, of a dimension that the axis makes."""
+    fn, meant = IN_TWO_PHASES[name]
+    rest = "k" if name in ("top_k", "sort") else "scalar"
+    two = kernel(f"n/tp -> {rest}", fn)
+    np.testing.assert_allclose(two(ROW), meant(ROW), rtol=1e-5)
+    found = spmd.check(two, ROW)
+    assert not found and found.verdict.kind == "tested"
+    half = kernel(f"n/tp -> {rest}", HALF_DONE[name])
+    with pytest.raises(spmd.errors.ReplicationError) as caught:
+        half(ROW)
+    assert caught.value.findings and spmd.check(half, ROW).verdict.kind == "wrong"
+
+
+def test_a_suspicion_is_told_where_no_other_trace_is_accepted():
+    """What is wrong in the body says more than that a result differs."""
+    with pytest.raises(spmd.errors.ReplicationError, match="take tanh after the sum is complete"):
+        kernel("n/tp -> scalar", lambda x: jnp.tanh(x.sum()))(ROW)

@@ -192,9 +192,24 @@ def top_k_of_a_partial_sum_fixed(mesh, fix):
     np.testing.assert_array_equal(body("b/dp d -> k", fn, mesh), np.sort(X.sum(0))[:-3:-1])
 
 
+@fixed
+def roll_of_a_composite_fixed(mesh):
+    fn = lambda x: spmd.roll(x, "b [hk/tp]", 1)
+    np.testing.assert_array_equal(body("b (h k)/tp -> b (h k)/tp", fn, mesh, WIDE, k=2), np.roll(WIDE, 1, 1))
+
+
+@fixed
+def argmax_of_a_composite_fixed(mesh, fix):
+    fn = lambda x: spmd.argmax(x, fix())
+    np.testing.assert_array_equal(body("(h k)/tp b -> b", fn, mesh, WIDE.T, k=2), WIDE.argmax(1))
+
+
 bad(
     roll_of_a_composite=lambda mesh: body(
         "b (h k)/tp -> b (h k)/tp", lambda x: spmd.roll(x, "b [(h k)/tp]", 1, k=2), mesh, WIDE, k=2
+    ),
+    argmax_of_a_composite=lambda mesh: body(
+        "(h k)/tp b -> b", lambda x: spmd.argmax(x, "[(h k)/tp] b -> b"), mesh, WIDE.T, k=2
     ),
     roll_by_half_an_element=lambda mesh: body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", 0.5), mesh),
     roll_with_too_many_shifts=lambda mesh: body("b/dp d -> b/dp d", lambda x: spmd.roll(x, "[b/dp] d", (1, 2)), mesh),

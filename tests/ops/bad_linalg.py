@@ -26,6 +26,48 @@ def a_qr_of_divided_columns_fixed(mesh):
     np.testing.assert_allclose(q @ r, x, atol=1e-4)
 
 
+GROUP = np.arange(32, dtype=np.float32).reshape(8, 4) ** 2 + np.eye(8, 4, dtype=np.float32)
+SQUARE = np.diag(np.arange(1, 9)).astype(np.float32)
+
+
+def grouped(mesh, fn, *args, result="(x y)/dp n"):
+    """A body of matrices whose rows are merged of two dimensions."""
+    pattern = f"{', '.join(['(x y)/dp n', '(x y)/dp k'][: len(args)])} -> {result}"
+    return spmd.kernel(pattern, mesh=mesh, x=2)(fn)(*args)
+
+
+bad(
+    a_qr_of_merged_rows=lambda mesh: grouped(mesh, lambda x: qr(x, "[(x y)/dp] [n]")[0], GROUP),
+    a_cholesky_of_merged_rows=lambda mesh: grouped(mesh, lambda x: cholesky(x, "[(x y)/dp] [n]"), SQUARE),
+    a_system_of_merged_rows=lambda mesh: grouped(
+        mesh, lambda a, b: cho_solve(a, b, "[(x y)/dp] [n], [(x y)/dp] k"), SQUARE, GROUP, result="(x y)/dp k"
+    ),
+    a_qr_of_rows_that_lie_apart=lambda mesh: body(
+        "x/dp y/tp n -> k n",
+        lambda x: qr(spmd.rearrange(x, "x/dp y/tp n -> (x/dp y/tp) n"), "[(x/dp y/tp)] [n]")[1],
+        mesh,
+        GROUP.reshape(2, 4, 4),
+    ),
+)
+
+
+@fixed
+def a_qr_of_merged_rows_fixed(mesh, fix):
+    q = grouped(mesh, lambda x: qr(x, fix())[0], GROUP)
+    np.testing.assert_allclose(q.T @ q, np.eye(4), atol=1e-4)
+
+
+@fixed
+def a_cholesky_of_merged_rows_fixed(mesh, fix):
+    np.testing.assert_allclose(grouped(mesh, lambda x: cholesky(x, fix()), SQUARE), np.sqrt(SQUARE), rtol=1e-5)
+
+
+@fixed
+def a_system_of_merged_rows_fixed(mesh, fix):
+    found = grouped(mesh, lambda a, b: cho_solve(a, b, fix()), SQUARE, GROUP, result="(x y)/dp k")
+    np.testing.assert_allclose(found, GROUP / np.diag(SQUARE)[:, None] ** 2, rtol=1e-5)
+
+
 bad(
     a_qr_of_a_wide_matrix=lambda mesh: body("m n -> m n, k n", lambda x: qr(x, "[m] [n]"), mesh, X.T),
     a_qr_of_integers=lambda mesh: body(FACTORS, lambda x: qr(x, "[m/dp] [n]"), mesh, X.astype(np.int32)),

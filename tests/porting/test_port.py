@@ -40,6 +40,32 @@ def test_axes_that_stay_with_the_compiler(tmp_path):
     assert 'spmd.kernel("d f/tp -> d", mesh=mesh, auto="dp")(body)' in found.text and not found.differences
 
 
+def test_a_product_of_two_sums_is_told_by_what_is_wrong_with_it(tmp_path):
+    """Where the kernel refuses the body, its shard_map stays, and JAX types nothing in that."""
+    body = """
+    def body(x, w):
+        return lax.psum(jnp.einsum("bd,ef->bf", x, w), "tp")
+
+    specs = (P(None, "tp"), P("tp"))
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=P(), check_VMA=False))
+    """
+    found = ported(tmp_path, body.replace("VMA", "vma"), (4, 8), (8, 3))
+    [said] = found.said
+    assert not said.text and "because check_vma is off" in said.why
+    assert "multiply two such sums after one of them is complete" in str(found) and "copies" not in str(found)
+
+
+def test_what_each_device_does_with_its_own_block_is_a_question(tmp_path):
+    body = """
+    def body(x):
+        return lax.pmin(x[0], "tp")
+
+    program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=P()))
+    """
+    text = str(ported(tmp_path, body, (4, 3)))
+    assert "meant per shard? The raw program depends on the sizes of axes too" in text
+
+
 def test_a_gradient_in_the_body_is_told(tmp_path):
     body = """
     def body(w, x):
