@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Never, NoReturn, TypeVar, get_args
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides
-from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
+from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of, with_parts
 from spmd.comm.planner._run import run, uneven
 from spmd.errors import CommunicationError, LayoutError, SizeError, check_one_of
 from spmd.language import Atom, Dim, Layout, axes_product, mesh_text
@@ -39,7 +39,7 @@ class Step:
     Attributes:
       kind: "split" (a local slice), "all_gather", "all_to_all", "psum_scatter", "psum", "ppermute", or "sends":
         rounds of ppermutes, each of one piece.
-      axes: The mesh axes whose devices talk to each other, in mesh order; none for a split.
+      axes: The mesh axes, or parts of them, whose devices talk to each other, in mesh order; none for a split.
       before: The layout before it. A composite dimension that is divided otherwise than a layout can say is
         opened into its factors.
       after: The layout after it.
@@ -88,10 +88,13 @@ class Plan:
       steps: The steps, in order.
       lower_bound: Bytes that some device must receive whatever the method: what its target shard needs and its source
         shard lacks, on the device where that is most. For a partial sum of u parts that q devices want, it is the
-        larger of the target shard and u - 1 + q - 1 transfers per element, averaged over the devices.
+        larger of the target shard and u - 1 + q - 1 transfers per element, averaged over the devices of all axes, also
+        of those that hold copies. Both are proved, and no plan sends more than `ratio` times the least.
       exceeds: Whether an array on the way is larger per device than both ends. It is only if no sequence of collectives
-        avoids it.
+        that was found avoids it.
       shape: The local shape before.
+      parts: The axes that steps take in parts: `{"y": {"y_1": 2, "y_2": 2}}`, the major part first. In the layouts of
+        steps the parts stand in place of the axis.
 
     Example:
       >>> import spmd
@@ -112,6 +115,12 @@ class Plan:
     lower_bound: int
     exceeds: bool
     shape: tuple[int, ...]
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def steps_mesh(self) -> dict[str, int]:
+        """The mesh axes with their sizes, and parts in place of the axes that are taken in parts."""
+        return in_parts(self.mesh, tuple((axis, tuple(names.items())) for axis, names in self.parts.items()))
 
     @property
     def bytes(self) -> int:
@@ -146,7 +155,7 @@ class Plan:
             "target": self.target.short,
             **fields_of(self, "sizes", "mesh"),
             "dtype": self.dtype.name,
-            **fields_of(self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds"),
+            **fields_of(self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds", "parts"),
         }
 
     def table(self, width: int | None = None) -> str:
@@ -268,31 +277,37 @@ def as_plan(
 ) -> Plan:
     """A route with layouts and shapes."""
     source, target = sides
-    mesh = dict(request.mesh)
+    mesh = in_parts(dict(request.mesh), found.parts)
+    profile = None if profile is None else with_parts(profile, found.parts)
     steps, before = [], source
+    if found.parts:  # the ends of the steps have parts too
+        cut = {axis: tuple(name for name, _ in names) for axis, names in found.parts}
+        sums = [name for axis in source.unreduced for name in cut.get(axis, (axis,))]
+        before = _layout(source, found.legs[0].before, sums)
     for leg in found.legs:
-        last = leg is found.legs[-1]
+        last = leg is found.legs[-1] and not found.parts
         after = target if last else _layout(source, leg.after, (*request.kept, *leg.summed))
         sent = leg.kind, leg.nbytes, leg.collectives, leg.axes
         seconds = None if profile is None else seconds_of(profile, *sent, mesh)
-        shape = _shape(after, request, leg.after)
+        shape = _shape(after, request, leg.after, mesh)
         steps.append(Step(leg.kind, leg.axes, before, after, leg.nbytes, shape, leg.collectives, seconds))
         before = after
     return Plan(
         source,
         target,
         sizes,
-        mesh,
+        dict(request.mesh),
         dtype,
         request.prefer,
         tuple(steps),
         found.bound,
         found.exceeds,
-        _shape(source, request, request.source),
+        _shape(source, request, request.source, dict(request.mesh)),
+        {axis: dict(names) for axis, names in found.parts},
     )
 
 
-def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...]) -> Layout:
+def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: Sequence[str]) -> Layout:
     """The dimensions of `like`, divided otherwise. Composites that cannot be written so are opened."""
     axes = iter(placement)
     dims = [replace(d, atoms=tuple(replace(a, axes=next(axes)) for a in d.atoms)) for d in like.dims]
@@ -302,9 +317,10 @@ def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...
         return Layout.from_dims([Dim((atom,)) for dim in dims for atom in dim.atoms], unreduced)
 
 
-def _shape(like: Layout, request: Request, placement: tuple[Axes, ...]) -> tuple[int, ...]:
+def _shape(
+    like: Layout, request: Request, placement: tuple[Axes, ...], mesh: Mapping[str, int]
+) -> tuple[int, ...]:
     """The local shape of an array whose factors lie so."""
-    mesh = dict(request.mesh)
     local = iter(n // axes_product(axes, mesh) for n, axes in zip(request.sizes, placement, strict=True))
     return tuple(math.prod(next(local) for _ in dim.atoms) for dim in like.dims)
 
@@ -380,6 +396,9 @@ def summary(found: Plan) -> list[str]:
     lines = [total, f"largest array on the way: {bytes_text(found.peak)} per device"]
     if found.exceeds:
         lines.append("larger than both ends: no sequence of collectives avoids it for these sizes")
+    for axis, names in found.parts.items():
+        sizes = " x ".join(str(n) for n in names.values())
+        lines.append(f"{', '.join(names)}: parts of {axis}, which is {sizes} devices")
     return lines
 
 
