@@ -18,7 +18,7 @@ from spmd.accelerators import Hardware, hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
 from spmd.comm.collectives import axes_after, check_sides
-from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of, with_parts
+from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of
 from spmd.comm.planner._run import run, uneven
 from spmd.errors import CommunicationError, LayoutError, SizeError, check_one_of
 from spmd.language import Atom, Dim, Layout, axes_product, mesh_text
@@ -278,7 +278,6 @@ def as_plan(
     """A route with layouts and shapes."""
     source, target = sides
     mesh = in_parts(dict(request.mesh), found.parts)
-    profile = None if profile is None else with_parts(profile, found.parts)
     steps, before = [], source
     if found.parts:  # the ends of the steps have parts too
         cut = {axis: tuple(name for name, _ in names) for axis, names in found.parts}
@@ -288,7 +287,7 @@ def as_plan(
         last = leg is found.legs[-1] and not found.parts
         after = target if last else _layout(source, leg.after, (*request.kept, *leg.summed))
         sent = leg.kind, leg.nbytes, leg.collectives, leg.axes
-        seconds = None if profile is None else seconds_of(profile, *sent, mesh)
+        seconds = None if profile is None else seconds_of(profile, *sent, dict(request.mesh), found.parts)
         shape = _shape(after, request, leg.after, mesh)
         steps.append(Step(leg.kind, leg.axes, before, after, leg.nbytes, shape, leg.collectives, seconds))
         before = after

@@ -21,9 +21,9 @@ from spmd.comm.planner._moves import Move, Placement, Problem, State, common_fro
 Path = tuple[State, ...]
 Core = tuple[Placement, tuple[Placement, ...], Placement]
 
-ENDS, MOST_DIVIDED, MOST_NEAR = 4, 128, (100, 400)
+ENDS, MOST_DIVIDED, MOST_NEAR = 4, 128, 100
 """How many ways to divide what is equal are compared on each side, how many are looked at, and how many exchanges of
-each: more of them if the first do not lead to the other side."""
+each."""
 
 
 def composed(problem: Problem, *, sends: bool) -> Iterator[tuple[Move, ...]]:
@@ -163,31 +163,53 @@ def _cores(problem: Problem, starts: list[Placement], ends: list[Placement], sen
     if sends:
         a, b = min(itertools.product(have, shapes), key=lambda pair: math.prod(map(math.lcm, *pair)))
         yield have[a], (), shapes[b]
-    for most in MOST_NEAR:
-        found = list(_exchanges(problem, starts, ends, most))
-        if found:
-            yield from found
-            return
-
-
-def _exchanges(problem: Problem, starts: list[Placement], ends: list[Placement], most: int) -> Iterator[Core]:
-    """One exchange, two that meet, or one of the fewest devices and a permutation, in either order."""
-    sides = [{p: _near(problem, p, most) for p in side} for side in (starts, ends)]
-    for (near, other), turn in zip((sides, sides[::-1]), (1, -1), strict=True):
-        shapes = {problem.blocks(p): p for p in reversed(other)}
-        fitting = [(n, a, p) for a, found in near.items() for p, n in found.items() if problem.blocks(p) in shapes]
+    for fitting, side, turn in (
+        (_fitting(problem, starts, shapes), shapes, 1),
+        (_fitting(problem, ends, have), have, -1),
+    ):
         if fitting:
-            _, a, p = min(fitting)
-            yield (a, (p,), shapes[problem.blocks(p)])[::turn]
-    near, back = sides
-    there = {p: (n, b) for b, found in back.items() for p, n in found.items()}
-    if meeting := [(-1 / n - 1 / there[p][0], a, p) for a, found in near.items() for p, n in found.items() if p in there]:
-        _, a, p = min(meeting)
+            p, between_them = fitting
+            yield (p, (between_them,), side[problem.blocks(between_them)])[::turn]
+    # One exchange, or two that meet.
+    there = {p: (n, b) for b in ends for p, n in ((b, 1), *_near(problem, b).items())}
+    met = [(-1 / n - 1 / there[p][0], a, p) for a in starts for p, n in _near(problem, a).items() if p in there]
+    if met:
+        _, a, p = min(met)
         yield a, (p,), there[p][1]
 
 
+def _fitting(
+    problem: Problem, starts: list[Placement], shapes: Iterable[tuple[int, ...]]
+) -> tuple[Placement, Placement] | None:
+    """A start, and what the smallest exchange makes of it whose blocks have one of these shapes."""
+    found = []
+    for a, shape in itertools.product(starts, shapes):
+        for keep in itertools.product(*(range(len(run) + 1) for run in a)):
+            kept = tuple(run[:k] for run, k in zip(a, keep, strict=True))
+            lost = tuple(axis for run, k in zip(a, keep, strict=True) for axis in run[k:])
+            ends = list(zip(a, kept, problem.blocks(kept), shape, strict=True))
+            if lost and all(n % k == 0 and (run == rest or n == k) for run, rest, k, n in ends):
+                after = _landed(problem, kept, lost, [n // k for _, _, k, n in ends])
+                if after and problem.fits(after):
+                    found.append((problem.count(lost), a, after))
+    return min(found)[1:] if found else None
+
+
+def _landed(problem: Problem, kept: Placement, axes: tuple[int, ...], room: list[int]) -> Placement | None:
+    """The axes behind what is kept, so that each dimension gets as many blocks as it has room for."""
+    if not axes:
+        return kept
+    for i, n in enumerate(room):
+        if n % problem.axes[axes[0]] == 0:
+            wider = (*kept[:i], (*kept[i], axes[0]), *kept[i + 1 :])
+            less = [n // problem.axes[axes[0]] if j == i else m for j, m in enumerate(room)]
+            if after := _landed(problem, wider, axes[1:], less):
+                return after
+    return None
+
+
 @functools.lru_cache(maxsize=512)
-def _near(problem: Problem, placement: Placement, most: int) -> dict[Placement, int]:
+def _near(problem: Problem, placement: Placement) -> dict[Placement, int]:
     """Placements that one all_to_all makes, with how many devices take part, the fewest first."""
     keeps = itertools.product(*(range(len(run), -1, -1) for run in placement))
     lost = {keep: [a for run, k in zip(placement, keep, strict=True) for a in run[k:]] for keep in keeps}
@@ -201,6 +223,6 @@ def _near(problem: Problem, placement: Placement, most: int) -> dict[Placement, 
                     after[i] += (axis,)
                 if problem.fits(tuple(after)):
                     found.setdefault(tuple(after), problem.count(axes))
-                if len(found) > most:
+                if len(found) > MOST_NEAR:
                     return found
     return found

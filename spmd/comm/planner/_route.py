@@ -20,10 +20,10 @@ from spmd.language import axes_product
 
 
 Seconds = Callable[[Move], float]
-FEW_AXES = 3
-"""With more axes than these, the best of the routes that are put together is taken, unless times count."""
-PATIENCE = 40_000
-"""How many steps the search looks at, a second or less, before it takes the best route so far."""
+LARGE, LARGE_TIMED = 9, 12
+"""With more axes times dimensions than these, the best of the routes that are put together is taken."""
+PATIENCE = 10_000
+"""How many steps the search looks at, a fifth of a second, before it takes the best route so far."""
 
 
 class Route(NamedTuple):
@@ -69,7 +69,7 @@ def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = N
     known = [_priced(problem, moves, seconds) for moves in composed(problem, sends=sends)]
     first = min(known, default=None)
     for limit in (problem.limit, problem.whole):
-        many = first and not seconds and len(problem.axes) > FEW_AXES
+        many = first and len(problem.axes) * len(problem.sizes) > (LARGE_TIMED if seconds else LARGE)
         found = first[1] if many else _search(problem, sends, seconds, fastest, limit, first)
         if found is not None:
             cost, _ = _priced(problem, found, seconds)
@@ -116,12 +116,12 @@ def _search(
     left = {start: problem.bound(start)}
     count = itertools.count()
     queue = [(_estimate(_Cost(), left[start], fastest), next(count), start, _Cost())]
-    looked = 0
+    looked, patience = 0, PATIENCE if len(problem.axes) * len(problem.sizes) <= LARGE_TIMED else PATIENCE // 5
     while queue:
         guess, _, state, cost = heapq.heappop(queue)
         if cost != best[state]:
             continue  # a cheaper way here was found meanwhile
-        if state == goal or looked > PATIENCE or (goal in best and guess >= best[goal]):
+        if state == goal or looked > patience or (goal in best and guess >= best[goal]):
             break
         for move in moves(problem, state, sends=sends, limit=limit):
             looked += 1
@@ -236,52 +236,63 @@ class NamedRoute:
 @functools.lru_cache(maxsize=8192)
 def route(request: Request) -> NamedRoute:
     """Plan, once for each request."""
-    best = _Named(request)
-    if best.problem.source == best.problem.target and not best.problem.summed:
-        return NamedRoute((), 0, False)
+    best = _best(request)
     bound = best.problem.bound(State(best.problem.source, best.problem.summed))
-
-    def better(one: _Named, other: _Named) -> _Named:
-        return min(one, other, key=lambda way: (way.found.exceeds, way.found.cost))
-
-    def improvable() -> bool:
-        return best.found.exceeds or best.found.elements > bound or request.hardware is not None
-
-    spare = _spare(request, best)
-    for spares, order in ((spare, None), ((), 1), (spare, 1), (spare, -1)):
-        if improvable() and (spares or order):
-            one = _Named(request, spares, order)
-            if one.is_new and len(one.names) <= MOST_AXES:
-                best = better(best, one)
-    if request.prefer == "collectives" and improvable() and not request.summed:
-        rounds = _Named(replace(request, prefer="bytes"), spare if len(spare) + len(best.names) <= MOST_AXES else ())
-        (_, ours, count), (_, theirs, others) = best.found.cost, rounds.found.cost
-        saved = (ours - theirs) * request.itemsize
-        worth = theirs < ours and (others <= count or saved >= ROUND * (others - count))
-        best = rounds if worth or best.found.exceeds > rounds.found.exceeds else best
     legs, parts = best.named
     return NamedRoute(legs, bound * request.itemsize, best.found.exceeds, parts)
 
 
+def _best(request: Request) -> _Named:
+    """The best of the plans with and without axes that nobody names, parts of axes, and rounds of sends."""
+    best = _Named(request)
+    start = State(best.problem.source, best.problem.summed)
+    bound, hardware = best.problem.bound(start), request.hardware
+    if start == State(best.problem.target):
+        return best
+    spare = _spare(request, best)
+    for spares, order in ((spare, None), ((), 1), (spare, 1), (spare, -1)):
+        improvable = best.found.exceeds or best.found.elements > bound
+        # Steps over parts have fewer stages each, but are more: only their bytes count.
+        if (spares or order) and (improvable or (hardware and not order)):
+            one = _Named(request, spares, order)
+            if one.is_new and len(one.names) <= MOST_AXES:
+                best = min(best, one, key=lambda way: (way.found.exceeds, way.found.cost))
+    if request.prefer == "collectives" and best.found.elements > bound and not request.summed:
+        rounds = _best(replace(request, prefer="bytes"))
+        (_, ours, count), (_, theirs, others) = best.found.cost, rounds.found.cost
+        worth = theirs < ours and (ours - theirs) * request.itemsize >= ROUND * (others - count)
+        return rounds if worth or best.found.exceeds > rounds.found.exceeds else best
+    if hardware is None:
+        return best
+    plain = _best(replace(request, prefer="collectives", hardware=None))
+    return plain if _compared(plain.seconds(hardware)) < best.found.cost[0] else best
+
+
 def seconds_of(
-    hardware: Hardware, kind: str, nbytes: float, collectives: int, axes: Axes, mesh: Mapping[str, int]
+    hardware: Hardware, kind: str, nbytes: float, collectives: int, axes: Axes, mesh: Mapping[str, int], parts: Parts
 ) -> float:
-    """The estimated time of one step, whose collectives send the same each."""
+    """The estimated time of one step, whose collectives send the same each. `mesh` is without parts."""
     if not collectives:
         return 0.0
-    return collectives * hardware.collective_seconds(kind, nbytes / collectives, axes, mesh)
+    # Neighbouring parts that are all in the step, or all out of it, are one: the time is that of the devices.
+    sizes, links, used = {}, dict(hardware.links), []
+    cut = dict(parts)
+    for axis, n in mesh.items():
+        inside = ((name in axes, k) for name, k in cut.get(axis, ((axis, n),)))
+        for number, (talks, run) in enumerate(itertools.groupby(inside, lambda one: one[0])):
+            name = axis if number == 0 else _part(mesh, axis, number)
+            sizes[name] = math.prod(k for _, k in run)
+            used += [name] if talks else []
+            if axis in links:
+                links[name] = links[axis]
+    hardware = replace(hardware, links=links) if len(links) > len(hardware.links) else hardware
+    return collectives * hardware.collective_seconds(kind, nbytes / collectives, tuple(used), sizes)
 
 
 def in_parts(mesh: Mapping[str, int], parts: Parts) -> dict[str, int]:
     """The mesh with parts in place of the axes that are cut."""
     cut = dict(parts)
     return dict(part for axis, n in mesh.items() for part in cut.get(axis, ((axis, n),)))
-
-
-def with_parts(hardware: Hardware, parts: Parts) -> Hardware:
-    """The profile, whose links of axes are those of their parts too."""
-    links = {part: hardware.links[axis] for axis, names in parts if axis in hardware.links for part, _ in names}
-    return replace(hardware, links={**hardware.links, **links}) if links else hardware
 
 
 def _spare(request: Request, plain: _Named) -> Axes:
@@ -351,13 +362,12 @@ class _Named:
         hardware, sends = self.request.hardware, self.request.prefer != "collectives"
         if hardware is None:
             return search(self.problem, sends=sends)
-        hardware = with_parts(hardware, self.parts)
         links = {hardware.default, *hardware.links.values()}
         links |= {hardware.node} if hardware.node else set()
 
         def seconds(move: Move) -> float:
-            nbytes = move.elements * self.request.itemsize
-            return seconds_of(hardware, move.kind, nbytes, move.collectives, self._in_mesh_order(move.axes), self.mesh)
+            nbytes, axes = move.elements * self.request.itemsize, self._in_mesh_order(move.axes)
+            return seconds_of(hardware, move.kind, nbytes, move.collectives, axes, dict(self.request.mesh), self.parts)
 
         fastest = self.request.itemsize / sum(link.bandwidth for link in links)  # all links at once
         return search(self.problem, sends=sends, seconds=seconds, fastest=fastest)
@@ -374,6 +384,12 @@ class _Named:
             before = after
         legs, parts = _joined(legs, self.parts)
         return tuple(replace(leg, nbytes=self._psum_bytes(leg, parts)) if leg.kind == "psum" else leg for leg in legs), parts
+
+    def seconds(self, hardware: Hardware) -> float:
+        """The time of the route that is found."""
+        mesh, (legs, parts) = dict(self.request.mesh), self.named
+        sent = ((leg.kind, leg.nbytes, leg.collectives, leg.axes) for leg in legs)
+        return sum(seconds_of(hardware, *one, mesh, parts) for one in sent)
 
     def _in_mesh_order(self, ids: tuple[int, ...]) -> Axes:
         found = {self.names[i] for i in ids}
