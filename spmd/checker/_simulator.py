@@ -517,8 +517,11 @@ def _or_grouped(rule: Rule, within: Callable[[Array, Mapping[str, Any], int], Ar
         for x in operands:
             front = np.moveaxis(machine.full(x, names), at, range(len(at)))
             flat = front.reshape((count, *front.shape[len(at) :]))
-            found = {p: one for group in groups for p, one in
-                     zip(group, within(flat[list(group)], eqn.params, machine.lead - len(at)), strict=True)}
+            found = {
+                p: one
+                for group in groups
+                for p, one in zip(group, within(flat[list(group)], eqn.params, machine.lead - len(at)), strict=True)
+            }
             out = np.stack([found[place] for place in range(count)])
             outs.append(np.moveaxis(out.reshape((*front.shape[: len(at)], *out.shape[1:])), range(len(at)), at))
         return outs
@@ -716,9 +719,12 @@ Simulator.rules = {
     **dict.fromkeys(("psum", "psum_invariant", "unreduced_psum"), _counts(_reduces(np.sum))),
     "pmax": _counts(_reduces(np.max)),
     "pmin": _counts(_reduces(np.min)),
-    **dict.fromkeys(("all_gather", "all_gather_invariant", "all_gather_reduced"), _or_grouped(_gathers, _gathered_within)),
     **dict.fromkeys(
-        ("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"), _counts(_or_grouped(_scatters, _scattered_within))
+        ("all_gather", "all_gather_invariant", "all_gather_reduced"), _or_grouped(_gathers, _gathered_within)
+    ),
+    **dict.fromkeys(
+        ("reduce_scatter", "reduce_scatter_start", "unreduced_reduce_scatter", "psum_scatter"),
+        _counts(_or_grouped(_scatters, _scattered_within)),
     ),
     "all_to_all": _or_grouped(_exchanges, _exchanged_within),
     "ragged_all_to_all": _counts(_ragged),

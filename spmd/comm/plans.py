@@ -6,30 +6,26 @@ import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Never, NoReturn, TypeVar, get_args
+from typing import Any, Never, NoReturn, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
-from spmd import _compat
 from spmd._text import Table, bytes_text, fields_of, seconds_text, shown_width, wrapped
 from spmd._trees.leaves import kind_of
-from spmd.accelerators import Hardware, hardware
+from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
-from spmd.comm.collectives import axes_after, check_sides
+from spmd.comm._planned import Prefer, before_and_after, check_prefer, planned
+from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of
-from spmd.comm.planner._run import run, uneven
-from spmd.errors import CommunicationError, LayoutError, SizeError, check_one_of
+from spmd.comm.planner._run import uneven
+from spmd.errors import CommunicationError, LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
 _EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
-
-
-Prefer = Literal["collectives", "bytes", "latency"]
-PREFER = get_args(Prefer)
 
 
 @dataclass(frozen=True)
@@ -155,7 +151,9 @@ class Plan:
             "target": self.target.short,
             **fields_of(self, "sizes", "mesh"),
             "dtype": self.dtype.name,
-            **fields_of(self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds", "parts"),
+            **fields_of(
+                self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds", "parts"
+            ),
         }
 
     def table(self, width: int | None = None) -> str:
@@ -258,15 +256,6 @@ def plan(
     return as_plan(route(request), request, (source, target), known, kind, profile)
 
 
-def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
-    """The hardware profile that the keywords name. Keywords that name none are an error."""
-    check_one_of("prefer", prefer, PREFER, call, CommunicationError)
-    if profile is None and prefer == "latency":
-        rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
-        raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.accelerators.Hardware of your own')
-    return None if profile is None else hardware(profile)
-
-
 def as_plan(
     found: NamedRoute,
     request: Request,
@@ -316,9 +305,7 @@ def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: Sequence[str])
         return Layout.from_dims([Dim((atom,)) for dim in dims for atom in dim.atoms], unreduced)
 
 
-def _shape(
-    like: Layout, request: Request, placement: tuple[Axes, ...], mesh: Mapping[str, int]
-) -> tuple[int, ...]:
+def _shape(like: Layout, request: Request, placement: tuple[Axes, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
     """The local shape of an array whose factors lie so."""
     local = iter(n // axes_product(axes, mesh) for n, axes in zip(request.sizes, placement, strict=True))
     return tuple(math.prod(next(local) for _ in dim.atoms) for dim in like.dims)
@@ -471,15 +458,8 @@ def relayout(
     call.type_copies(to)
     profile = check_prefer(call.text, prefer, hardware)
     if call.frame.explicit:
-        return call.each(x, lambda own, operand: _planned(own, operand, prefer, profile))
+        return call.each(x, lambda own, operand: planned(own, operand, prefer, profile))
     return call.each(x, lambda own, operand: _constrained(own, operand))
-
-
-def _before_and_after(call: Call, operand: Operand) -> tuple[list[Axes], list[Axes]]:
-    after = axes_after(operand, call.dst)
-    for factor, axes in zip(operand.factors, after, strict=True):
-        call.local(factor.size, axes, factor.name, factor.span)  # divides, or an error
-    return [f.axes for f in operand.factors], after
 
 
 def _constrained(call: Call, operand: Operand) -> Any:
@@ -489,7 +469,7 @@ def _constrained(call: Call, operand: Operand) -> Any:
     if frame.mode != "auto" or frame.constrain != "all" or not uneven(sizes):
         return operand.x
     x = operand.x
-    for now in _one_by_one(*_before_and_after(call, operand)):
+    for now in _one_by_one(*before_and_after(call, operand)):
         dims = [
             Dim((), ellipsis=True) if factor.name == "...0" else Dim((Atom(factor.name, axes),))
             for factor, axes in zip(operand.factors, now, strict=True)
@@ -520,26 +500,3 @@ def _one_by_one(now: list[Axes], then: list[Axes]) -> Iterator[list[Axes]]:
         while now[dim] != want:
             now[dim] = want[: len(now[dim]) + 1]
             yield list(now)
-
-
-def _planned(call: Call, operand: Operand, prefer: str, profile: Hardware | None) -> Any:
-    """One device's shard, by the steps of the plan."""
-    frame, src, dst, x = call.frame, call.src, call.dst, operand.x
-    before, after = _before_and_after(call, operand)
-    manual = _compat.manual_axes()
-    here, there = ({a for axes in side for a in axes} for side in (before, after))
-    request = Request(
-        sizes=tuple(f.size for f in operand.factors),
-        mesh=frame.sizes,
-        source=tuple(before),
-        target=tuple(after),
-        summed=frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)),
-        # No step may use these: partial sums that stay, copies that are marked reduced, and axes of the compiler.
-        kept=tuple(a for a in frame.axis_names if a in (*dst.unreduced, *src.reduced, *dst.reduced) or a not in manual),
-        itemsize=x.dtype.itemsize,
-        prefer=prefer,
-        hardware=profile if prefer == "latency" else None,
-    )
-    x = run(x, request, frozenset(here - there if call.to == "varying" else ()))
-    new = frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
-    return _compat.pvary(x, new) if new else x

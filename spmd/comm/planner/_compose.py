@@ -46,7 +46,9 @@ def composed(problem: Problem, *, sends: bool) -> Iterator[tuple[Move, ...]]:
 def gathered(problem: Problem) -> tuple[Move, ...]:
     """The route that needs the largest array: everything is completed, made whole and divided again."""
     whole = State(tuple(() for _ in problem.sizes))
-    return _steps(problem, (State(problem.source, problem.summed), State(problem.source), whole, State(problem.target)), False)
+    return _steps(
+        problem, (State(problem.source, problem.summed), State(problem.source), whole, State(problem.target)), False
+    )
 
 
 def _steps(problem: Problem, states: Path, sends: bool) -> tuple[Move, ...]:
@@ -107,7 +109,9 @@ def _nested(problem: Problem, start: State) -> Iterator[Path]:
     if not start.summed and all(common_front(a, b) == min(len(a), len(b)) for a, b in ends):
         wanted = {axis for a, b in ends for axis in b[len(a) :]}
         keep = (next((i for i, axis in enumerate(a) if axis in wanted), len(a)) for a, _ in ends)
-        yield (State(tuple(a[: max(k, len(b))] if len(a) > len(b) else b for (a, b), k in zip(ends, keep, strict=True))),)
+        yield (
+            State(tuple(a[: max(k, len(b))] if len(a) > len(b) else b for (a, b), k in zip(ends, keep, strict=True))),
+        )
 
 
 def _through(problem: Problem, start: State, sends: bool) -> Iterator[Path]:
@@ -139,12 +143,7 @@ def _divided(problem: Problem, placement: Placement, axes: Iterable[int], other:
     found = [placement]
     for axis in sorted(axes, key=lambda a: (a not in home, home.get(a), a)):
         dims = sorted(range(len(placement)), key=lambda i: (i != home.get(axis, (0, 0))[1], i))
-        wider = [
-            new
-            for i in dims
-            for one in found
-            if problem.fits(new := (*one[:i], (*one[i], axis), *one[i + 1 :]))
-        ]
+        wider = [new for i in dims for one in found if problem.fits(new := (*one[:i], (*one[i], axis), *one[i + 1 :]))]
         found = wider[:MOST_DIVIDED] or found
     return found
 

@@ -329,7 +329,9 @@ class _Named:
         used = {*spare, *request.summed, *(a for side in (request.source, request.target) for run in side for a in run)}
         several = len({self.mesh[a] for a in used if self.mesh[a] > 1}) > 1
         self.parts = _cut(self.mesh, tuple(used), order) if order and several else ()
-        self.is_new = order is None or (bool(self.parts) and (order > 0 or self.parts != _cut(self.mesh, tuple(used), 1)))
+        self.is_new = order is None or (
+            bool(self.parts) and (order > 0 or self.parts != _cut(self.mesh, tuple(used), 1))
+        )
         cut = {axis: tuple(name for name, _ in names) for axis, names in self.parts}
         self.mesh = in_parts(self.mesh, self.parts)
 
@@ -383,7 +385,9 @@ class _Named:
             legs.append(Leg(move.kind, axes, *ends, summed, move.elements * self.request.itemsize, move.collectives))
             before = after
         legs, parts = _joined(legs, self.parts)
-        return tuple(replace(leg, nbytes=self._psum_bytes(leg, parts)) if leg.kind == "psum" else leg for leg in legs), parts
+        return tuple(
+            replace(leg, nbytes=self._psum_bytes(leg, parts)) if leg.kind == "psum" else leg for leg in legs
+        ), parts
 
     def seconds(self, hardware: Hardware) -> float:
         """The time of the route that is found."""
@@ -405,7 +409,12 @@ class _Named:
         mesh = in_parts(dict(self.request.mesh), parts)
         local = math.prod(n // axes_product(run, mesh) for n, run in zip(self.request.sizes, leg.before, strict=True))
         n, cut = axes_product(leg.axes, mesh), {part for _, names in parts for part, _ in names}
-        return round(Fraction(local * self.request.itemsize * (n - 1) * (1 if cut.intersection(leg.axes) else 2), 1 if cut.intersection(leg.axes) else n))
+        return round(
+            Fraction(
+                local * self.request.itemsize * (n - 1) * (1 if cut.intersection(leg.axes) else 2),
+                1 if cut.intersection(leg.axes) else n,
+            )
+        )
 
 
 def _joined(legs: list[Leg], parts: Parts) -> tuple[tuple[Leg, ...], Parts]:

@@ -124,7 +124,12 @@ def _run(x: Any, request: Request, copies: Copies) -> Any:
     found, on = route(request), Mesh.of(request, route(request).parts)
     here, there = _axes(request.source), _axes(request.target)
     copies = copies | (_compat.varying_axes(x) - here - there - set(request.summed))
-    if all(_is_own_reverse(leg, copies, request) for leg in found.legs) and not found.parts:
+    plain = all(_is_own_reverse(leg, copies, request) for leg in found.legs) and not found.parts
+    if gone := tuple(a for a, _ in request.mesh if a in copies and a in here - there):
+        # The transpose of a gather is one reduce-scatter. In levels the sum may send less.
+        back = replace(request, source=request.target, target=request.source, summed=gone)
+        plain = plain and len(route(back).legs) <= len(found.legs)
+    if plain:
         for leg in found.legs:
             x = _STEPS[leg.kind](x, leg, on, copies)
         return x

@@ -76,9 +76,7 @@ def step(before, after, done, left, mesh, groups):
     if done:
         members, n = groups[tuple(a for a in mesh if a in done)], sim.count(mesh, tuple(done))
         inside = all(after[d] & ~before[p] == 0 for d in after for p in members[d])
-        scattered = len({after[d] for d in after}) >= n and all(
-            _apart([after[p] for p in members[d]]) for d in after
-        )
+        scattered = len({after[d] for d in after}) >= n and all(_apart([after[p] for p in members[d]]) for d in after)
         costs = [(n - 1) * size] if inside and scattered else []
         costs += [2 * size * (n - 1) / n] if before == after else []
         return min(costs, default=np.inf)

@@ -4,14 +4,13 @@ import math
 import random
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import spmd
 from tests import simulator as sim
 from tests.comm.cases import assert_blocks, device_mesh, written
-from tests.comm.planner.test_reshard import check, kernel_of, plan_of, sharding
+from tests.comm.planner.test_reshard import check, kernel_of
 from tests.comm.test_resharding import placements
 from tests.sampler import seeds, share
 
@@ -68,7 +67,9 @@ def test_copies_that_vary_have_gradients_that_are_added_up(mesh, source, target)
     def weighted(v):
         y = spmd.relayout(v, pattern, to="varying" if gone else None)
         for axis in gone:
-            y = spmd.psum(y * (1 + spmd.axis_index(axis)).astype(y.dtype), f"{written(target)} {{U:{axis}}} -> {written(target)}")
+            y = spmd.psum(
+                y * (1 + spmd.axis_index(axis)).astype(y.dtype), f"{written(target)} {{U:{axis}}} -> {written(target)}"
+            )
         return y
 
     factor = math.prod(mesh[a] * (mesh[a] + 1) / 2 for a in gone)
