@@ -508,7 +508,7 @@ def _or_grouped(rule: Rule, within: Callable[[Array, Mapping[str, Any], int], Ar
     def run(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
         groups = eqn.params.get("axis_index_groups")
         if groups is None or not eqn.params["tiled"]:
-            return rule(machine, eqn, operands)
+            return list(rule(machine, eqn, operands))
         names = _named(machine, eqn)
         at, count = [machine.place(a) for a in names], math.prod(machine.sizes[a] for a in names)
         if sum(map(len, groups)) != count:

@@ -163,8 +163,8 @@ def _verb(
     prefer: Prefer | None = None,
     hardware: str | Hardware | None = None,
 ) -> T:
-    """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided), or the steps of
-    a plan if the call says what to prefer."""
+    """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided), or the steps
+    of a plan if the call says what to prefer."""
     also = {} if to is None else {"to": to}
     call = open_call(name, pattern, binds, arrays=(x,), example=_EXAMPLES[name], also=also)
     if name == "all_gather":

@@ -10,12 +10,14 @@ from typing import Any, Never, NoReturn, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from spmd._text import Table, bytes_text, fields_of, seconds_text, shown_width, wrapped
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
+from spmd.comm._meshes import MeshPlan, moved_between, plan_between
 from spmd.comm._planned import Prefer, before_and_after, check_prefer, planned
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of
@@ -185,8 +187,9 @@ def plan(
     dtype: Any = "float32",
     prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
+    to: Any = None,
     **names: Any,
-) -> Plan:
+) -> Plan | MeshPlan:
     """The cheapest way from one layout to another: `plan("a/x b -> a b/x", sizes=..., mesh=...)`.
 
     `relayout` does it inside a kernel, and `shard` does it to an array that lies on the mesh already. `plan` runs
@@ -204,10 +207,12 @@ def plan(
       prefer: As in `relayout`: "collectives", "bytes" or "latency".
       hardware: A profile or the name of a preset, as `spmd.accelerators.hardware` takes it. Steps then have seconds.
         `prefer="latency"` needs a profile.
+      to: Another mesh, with other devices, other axes or another order. The axes on the right are then its own, and the
+        plan says which device sends how much to which. Devices of meshes without devices are numbered from 0.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
-      The `Plan`. It prints as a table of its steps, their bytes, the lower bound and the ratio.
+      The `Plan`. It prints as a table of its steps, their bytes, the lower bound and the ratio. With `to` a `MeshPlan`.
 
     Raises:
       LayoutError: If the dimensions differ, or a size is not given.
@@ -228,6 +233,8 @@ def plan(
     if sizes is not None and not isinstance(sizes, Mapping):
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
         raise SizeError(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}')
+    if to is not None:
+        return plan_between(pattern, {**(sizes or {}), **names}, mesh, to, _dtype(dtype))
     here = try_frame()
     mapping = ambient_mapping() if here is None else here.mapping
     frame = Frame("explicit", None, tuple(sizes_for(mesh, "plan(...)").items()), mapping)
@@ -400,9 +407,10 @@ def relayout(
     pattern: str,
     /,
     *,
-    to: To | None = None,
+    to: To | Mesh | None = None,
     prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
+    donate: bool = False,
     **names: Any,
 ) -> T:
     """Bring an array from one layout to any other by the cheapest steps: `relayout(x, "a/x b -> a b/x")`.
@@ -423,10 +431,13 @@ def relayout(
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`, with the same dimensions in the same order, and any placement on either side.
-      to: As in `all_gather`, JAX's type of what is whole afterwards.
+      to: As in `all_gather`, JAX's type of what is whole afterwards. Or another mesh, outside of kernels: axes on the
+        right are then those of that mesh, `x` lies on its own mesh as the left side says, and devices send each other
+        pieces, as `spmd.plan(..., to=)` shows. The pattern may be a tree of patterns. One array moves after another.
       prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
         reach the lower bound; "latency" to take the least time on a hardware profile.
       hardware: The profile, or the name of a preset: see `spmd.accelerators.hardware`. "latency" needs one.
+      donate: To another mesh only: whether each array is deleted as soon as it is moved.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -451,6 +462,8 @@ def relayout(
       layout as slices, all_to_alls, one permutation and gathers, none larger than both ends. Here all_to_all is more
       general, partial sums take part, and the search is exact (A* with the lower bound as its estimate).
     """
+    if isinstance(to, Mesh):
+        return moved_between(x, pattern, to, donate=donate)
     example = 'relayout(x, "b/dp d -> b d/dp")'
     also = {} if to is None else {"to": to}
     call = open_call("relayout", pattern, names, arrays=(x,), example=example, also=also)

@@ -168,7 +168,8 @@ def _cores(problem: Problem, starts: list[Placement], ends: list[Placement], sen
     ):
         if fitting:
             p, between_them = fitting
-            yield (p, (between_them,), side[problem.blocks(between_them)])[::turn]
+            far = side[problem.blocks(between_them)]
+            yield (p, (between_them,), far) if turn > 0 else (far, (between_them,), p)
     # One exchange, or two that meet.
     there = {p: (n, b) for b in ends for p, n in ((b, 1), *_near(problem, b).items())}
     met = [(-1 / n - 1 / there[p][0], a, p) for a in starts for p, n in _near(problem, a).items() if p in there]

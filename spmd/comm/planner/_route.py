@@ -69,8 +69,8 @@ def search(problem: Problem, *, sends: bool = False, seconds: Seconds | None = N
     known = [_priced(problem, moves, seconds) for moves in composed(problem, sends=sends)]
     first = min(known, default=None)
     for limit in (problem.limit, problem.whole):
-        many = first and len(problem.axes) * len(problem.sizes) > (LARGE_TIMED if seconds else LARGE)
-        found = first[1] if many else _search(problem, sends, seconds, fastest, limit, first)
+        many = len(problem.axes) * len(problem.sizes) > (LARGE_TIMED if seconds else LARGE)
+        found = first[1] if first and many else _search(problem, sends, seconds, fastest, limit, first)
         if found is not None:
             cost, _ = _priced(problem, found, seconds)
             return Route(found, cost[:3], limit > problem.limit)
@@ -392,8 +392,7 @@ class _Named:
     def seconds(self, hardware: Hardware) -> float:
         """The time of the route that is found."""
         mesh, (legs, parts) = dict(self.request.mesh), self.named
-        sent = ((leg.kind, leg.nbytes, leg.collectives, leg.axes) for leg in legs)
-        return sum(seconds_of(hardware, *one, mesh, parts) for one in sent)
+        return sum(seconds_of(hardware, leg.kind, leg.nbytes, leg.collectives, leg.axes, mesh, parts) for leg in legs)
 
     def _in_mesh_order(self, ids: tuple[int, ...]) -> Axes:
         found = {self.names[i] for i in ids}
@@ -409,12 +408,8 @@ class _Named:
         mesh = in_parts(dict(self.request.mesh), parts)
         local = math.prod(n // axes_product(run, mesh) for n, run in zip(self.request.sizes, leg.before, strict=True))
         n, cut = axes_product(leg.axes, mesh), {part for _, names in parts for part, _ in names}
-        return round(
-            Fraction(
-                local * self.request.itemsize * (n - 1) * (1 if cut.intersection(leg.axes) else 2),
-                1 if cut.intersection(leg.axes) else n,
-            )
-        )
+        whole = Fraction(2, n) if cut.isdisjoint(leg.axes) else 1
+        return round(local * self.request.itemsize * (n - 1) * whole)
 
 
 def _joined(legs: list[Leg], parts: Parts) -> tuple[tuple[Leg, ...], Parts]:
@@ -441,8 +436,8 @@ def _joined(legs: list[Leg], parts: Parts) -> tuple[tuple[Leg, ...], Parts]:
         return tuple(name for a in axes if (name := whole.get(a, a)))
 
     def renamed(leg: Leg) -> Leg:
-        sides = (tuple(map(coarse, side)) for side in (leg.before, leg.after))
-        return Leg(leg.kind, coarse(leg.axes), *sides, coarse(leg.summed), leg.nbytes, leg.collectives)
+        before, after = (tuple(map(coarse, side)) for side in (leg.before, leg.after))
+        return replace(leg, axes=coarse(leg.axes), before=before, after=after, summed=coarse(leg.summed))
 
     return tuple(map(renamed, legs)), tuple(cuts)
 
