@@ -220,7 +220,7 @@ def test_names_axes_of_one_device_and_dtypes_change_nothing_else(seed) -> None:
 # -------------------- all pairs
 
 
-@pytest.mark.parametrize(("sizes", "pairs", "most"), [((512, 512), 2352, 1.06), ((64, 64, 64), 11130, 1.08)], ids=str)
+@pytest.mark.parametrize(("sizes", "pairs", "most"), [((512, 512), 2352, 1.02), ((64, 64, 64), 11130, 1.03)], ids=str)
 @rare
 def test_the_sum_over_all_pairs_of_a_cube(sizes, pairs, most) -> None:
     """Bytes over lower bounds, all changes of layout; XLA's own are at 1.63 and 2.09 (tests/benchmarks/relayout.py)."""
