@@ -160,7 +160,8 @@ Axes = tuple[str, ...]
 MOST_AXES = 8
 """Axes are cut into parts, and more of them carry slices, while a problem has no more axes than these."""
 ROUND = 2**20
-"""Bytes that one more collective must save for each device, where a plan for collectives takes rounds of sends."""
+"""Bytes that one more collective must save for each device, where a plan for collectives takes rounds of sends; or half
+of the target shard, if that is less."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +261,8 @@ def _best(request: Request) -> _Named:
     if request.prefer == "collectives" and best.found.elements > bound and not request.summed:
         rounds = _best(replace(request, prefer="bytes"))
         (_, ours, count), (_, theirs, others) = best.found.cost, rounds.found.cost
-        worth = theirs < ours and (ours - theirs) * request.itemsize >= ROUND * (others - count)
+        each = min(ROUND, best.problem.local(best.problem.target) * request.itemsize / 2)
+        worth = theirs < ours and (ours - theirs) * request.itemsize >= each * (others - count)
         return rounds if worth or best.found.exceeds > rounds.found.exceeds else best
     if hardware is None:
         return best

@@ -165,7 +165,7 @@ def test_no_program_beats_a_bound_and_no_plan_is_worse_than_it_says(shape) -> No
             plan = planned(source, summed, target, mesh, sizes)
             least = best[states.index((fine(target), frozenset()))]
             assert plan.lower_bound <= least + 1e-9, (source, summed, target, "the bound is none")
-            assert plan.bytes <= plan.ratio * least + 1e-9, (source, summed, target, plan.ratio, least)
+            assert plan.bytes <= least + 1e-9, ("not the best", source, summed, target, plan.bytes, least)
             seen += plan.bytes > 0
     assert seen or shape == ()
 
@@ -181,28 +181,6 @@ def planned(source, summed, target, mesh, sizes):
         mesh={names[a]: n for a, n in mesh.items()},
         dtype=np.uint8,
     )
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (3, 2), (2, 4), (2, 2, 2), (4, 3)], ids=str)
-def test_how_far_plans_are_from_the_best_program(shape) -> None:
-    """A plan may send more than the best program of the reference, which permutes and exchanges as it does; how much
-    more is pinned here, for whole axes and for sums."""
-    mesh = dict(zip("abc", shape, strict=False))
-    parts, primes = in_primes(mesh)
-    _, sizes, states, _ = graph(primes)
-    fine = lambda place: tuple(tuple(p for a in run for p in parts[a]) for run in place)
-    everything, dice = placements(tuple(mesh)), random.Random(2)
-    worst = 1.0
-    for source in everything if EVERY else dice.sample(everything, min(len(everything), 6)):
-        free = [a for a in mesh if not any(a in run for run in source)]
-        for summed in [(), *([(free[0],), tuple(free)] if free else [])]:
-            best = cheapest(primes, (fine(source), frozenset(p for a in summed for p in parts[a])))
-            for target in everything if summed else [p for p in everything if p != source]:
-                plan = planned(source, summed, target, mesh, sizes)
-                least = best[states.index((fine(target), frozenset()))]
-                if 0 < least < math.inf:
-                    worst = max(worst, plan.bytes / least)
-    assert worst <= 1.0 + 1e-9, worst
 
 
 def test_the_comparison_can_fail() -> None:
