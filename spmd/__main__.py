@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_VERSION)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
-    from spmd.comm.plans import PREFER
+    from spmd.comm._planned import PREFER
 
     plan = _command(
         commands,

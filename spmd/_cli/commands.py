@@ -24,7 +24,8 @@ from spmd.accelerators import PRESETS, topology_devices
 from spmd.checker import rules
 from spmd.cluster import initialize
 from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host
-from spmd.comm.plans import PREFER, plan
+from spmd.comm._planned import PREFER
+from spmd.comm.plans import plan
 from spmd.drawing import Picture
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError, SpmdError, did_you_mean
 from spmd.inspect._check import check

@@ -361,14 +361,14 @@ def _retypes(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[Sta
 def _relays(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Our own change of layout, which knows what it makes."""
     [o] = operands
-    target = eqn.params["request"].target
+    target, completed = eqn.params["request"].target, frozenset(eqn.params["request"].summed)
     shape = shape_of(eqn.outvars[0])
     dims = tuple(normal([(n, walk.tracked(axes))]) for n, axes in zip(shape, target, strict=True))
     held = {axis for dim in dims for axis in axes_of_dim(dim)}
     moving = set(walk.tracked(eqn.params["moving"]))
     different = (o.axes - o.divided - moving) | (o.different - moving)
     different = frozenset(different - held) - o.partial
-    return [walk.kept(State(dims, o.partial - held, different, zero=o.zero))]
+    return [walk.kept(State(dims, o.partial - held - completed, different, zero=o.zero))]
 
 
 def _declares_partial(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:

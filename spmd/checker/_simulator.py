@@ -539,6 +539,47 @@ def _plain(machine: Simulator, eqn: Equation) -> tuple[str, ...]:
     return names
 
 
+def _or_grouped(rule: Rule, within: Callable[[Array, Mapping[str, Any], int], Array]) -> Rule:
+    """A rule for collectives within groups too: `within` takes the members of one, in front."""
+
+    def run(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
+        groups = eqn.params.get("axis_index_groups")
+        if groups is None or not eqn.params["tiled"]:
+            return list(rule(machine, eqn, operands))
+        names = _named(machine, eqn)
+        at, count = [machine.place(a) for a in names], math.prod(machine.sizes[a] for a in names)
+        if sum(map(len, groups)) != count:
+            raise NoSuchDevice("groups of an axis are written for one number of devices")
+        outs = []
+        for x in operands:
+            front = np.moveaxis(machine.full(x, names), at, range(len(at)))
+            flat = front.reshape((count, *front.shape[len(at) :]))
+            found = {
+                p: one
+                for group in groups
+                for p, one in zip(group, within(flat[list(group)], eqn.params, machine.lead - len(at)), strict=True)
+            }
+            out = np.stack([found[place] for place in range(count)])
+            outs.append(np.moveaxis(out.reshape((*front.shape[: len(at)], *out.shape[1:])), range(len(at)), at))
+        return outs
+
+    return run
+
+
+def _gathered_within(members: Array, params: Mapping[str, Any], lead: int) -> Array:
+    joined = np.concatenate(list(members), lead + params["all_gather_dimension"])
+    return np.broadcast_to(joined, (len(members), *joined.shape))
+
+
+def _scattered_within(members: Array, params: Mapping[str, Any], lead: int) -> Array:
+    return np.stack(np.split(_reduced(np.sum, members, 0)[0], len(members), lead + params["scatter_dimension"]))
+
+
+def _exchanged_within(members: Array, params: Mapping[str, Any], lead: int) -> Array:
+    pieces = [np.split(x, len(members), lead + params["split_axis"]) for x in members]
+    return np.stack([np.concatenate(got, lead + params["concat_axis"]) for got in zip(*pieces, strict=True)])
+
+
 def _gathers(machine: Simulator, eqn: Equation, operands: Sequence[Array]) -> list[Array]:
     names, dim = _plain(machine, eqn), eqn.params["all_gather_dimension"]
     if eqn.params["tiled"]:
@@ -745,9 +786,9 @@ _VERBS: dict[str, Rule] = {
     "psum": _counts(_reduces(np.sum)),
     "pmax": _counts(_reduces(np.max)),
     "pmin": _counts(_reduces(np.min)),
-    "all_gather": _gathers,
-    "psum_scatter": _counts(_scatters),
-    "all_to_all": _exchanges,
+    "all_gather": _or_grouped(_gathers, _gathered_within),
+    "psum_scatter": _counts(_or_grouped(_scatters, _scattered_within)),
+    "all_to_all": _or_grouped(_exchanges, _exchanged_within),
     "ragged_all_to_all": _counts(_ragged),
     "ppermute": _permutes,
     "pbroadcast": _broadcasts,

@@ -18,6 +18,7 @@ from jax import lax
 from spmd import _compat
 
 Axes = tuple[str, ...]
+Groups = tuple[tuple[int, ...], ...] | None
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -73,29 +74,31 @@ def pmin(x: Any, axes: Axes) -> Any:
     return lax.pmin(_compat.pvary(x, axes), axes) if axes else x
 
 
-@once("axes", "dim", "to")
-def all_gather(x: Any, axes: Axes, dim: int, to: str) -> Any:
-    """The blocks along `axes`, major axis first, joined in dimension `dim`."""
+@once("axes", "dim", "to", "groups")
+def all_gather(x: Any, axes: Axes, dim: int, to: str, groups: Groups = None) -> Any:
+    """The blocks along `axes`, major axis first, joined in dimension `dim`. All verbs run within groups of devices, if
+    there are any, numbered along `axes`."""
     if _compat.of_one(axes):
         return _compat.alone("all_gather" if to == "varying" else "all_gather_invariant", x, axes, dim)
-    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to)
+    return lax.all_gather(_compat.pvary(x, axes), axes, axis=dim, tiled=True, to=to, axis_index_groups=groups)
 
 
-@once("axes", "dim")
-def psum_scatter(x: Any, axes: Axes, dim: int) -> Any:
+@once("axes", "dim", "groups")
+def psum_scatter(x: Any, axes: Axes, dim: int, groups: Groups = None) -> Any:
     """The sum over `axes`, of which each device keeps its block of dimension `dim`."""
     if _compat.of_one(axes):
         return _compat.alone("reduce_scatter", x, axes, dim)
-    return lax.psum_scatter(_compat.pvary(x, axes), axes, scatter_dimension=dim, tiled=True)
+    x = _compat.pvary(x, axes)
+    return lax.psum_scatter(x, axes, scatter_dimension=dim, axis_index_groups=groups, tiled=True)
 
 
-@once("axes", "split", "concat")
-def all_to_all(x: Any, axes: Axes, split: int, concat: int) -> Any:
+@once("axes", "split", "concat", "groups")
+def all_to_all(x: Any, axes: Axes, split: int, concat: int, groups: Groups = None) -> Any:
     """Divide dimension `split` over `axes`, and make dimension `concat` whole along them."""
     if _compat.of_one(axes):
         return _compat.alone("all_to_all", x, axes)
     x = _compat.apart(_compat.pvary(x, axes))
-    return lax.all_to_all(x, axes, split, concat, tiled=True)
+    return lax.all_to_all(x, axes, split, concat, axis_index_groups=groups, tiled=True)
 
 
 def ppermute(x: Any, axes: Axes, sizes: dict[str, int], perm: Sequence[tuple[int, int]]) -> Any:

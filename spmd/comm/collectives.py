@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import spmd.comm._lax as _lax
 from spmd import _compat
 from spmd._trees.leaves import not_int
+from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
+from spmd.comm._planned import Prefer, axes_after, check_prefer, planned
 from spmd.errors import Fix
 from spmd.language import Layout, factors_of, verb_for, with_axes_of
 
@@ -128,16 +130,6 @@ def _fault(src: Layout, dst: Layout) -> tuple[int, int] | None:
     return None
 
 
-def axes_after(operand: Operand, dst: Layout) -> list[tuple[str, ...]]:
-    """The axes that each of the operand's factors has in `dst`. Factors that `...` stands for have none."""
-    atoms = factors_of(dst)
-    extra = len(operand.factors) - len(atoms) + 1
-    after: list[tuple[str, ...]] = []
-    for name, axes in atoms:
-        after += [()] * extra if name == "..." else [axes]
-    return after
-
-
 def _changes(call: Call, operand: Operand) -> Changes:
     """Return what the right side changes; every dimension divides by the axes that it gains."""
     out = []
@@ -168,15 +160,22 @@ def _verb(
     move: Callable[[Call, Any, Changes], Any],
     *,
     to: str | None = None,
+    prefer: Prefer | None = None,
+    hardware: str | Hardware | None = None,
 ) -> T:
-    """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided)."""
+    """Open the call once, check it, and run `move` on each leaf (its identity where no axis is divided), or the steps
+    of a plan if the call says what to prefer."""
     also = {} if to is None else {"to": to}
     call = open_call(name, pattern, binds, arrays=(x,), example=_EXAMPLES[name], also=also)
     if name == "all_gather":
         call.type_copies(to)
     moves = _check_pair(call, name)
+    profile = check_prefer(call.text, prefer or "collectives", hardware)
+    told = prefer or ("latency" if profile else None)
 
     def leaf(own: Call, operand: Operand) -> Any:
+        if told and moves and call.frame.explicit:
+            return planned(own, operand, told, profile)
         changes = _changes(own, operand)
         return move(own, operand.x, changes) if moves and call.frame.explicit else operand.x
 
@@ -232,15 +231,26 @@ def all_gather(x: T, pattern: str, /, *, to: To | None = None, **names: Any) -> 
     return _verb("all_gather", x, pattern, names, move, to=to)
 
 
-def psum(x: T, pattern: str, /, **names: Any) -> T:
+def psum(
+    x: T,
+    pattern: str,
+    /,
+    *,
+    prefer: Prefer | None = None,
+    hardware: str | Hardware | None = None,
+    **names: Any,
+) -> T:
     """Add up partial sums: `"d {U:tp} -> d"`.
 
     Communication: forward an all-reduce over the marked axes, 2S(n-1)/n bytes per device for S bytes. Backward nothing,
-    because the cotangent of every part is that of the sum.
+    because the cotangent of every part is that of the sum. With `prefer` or `hardware` forward the steps of a plan: if
+    other axes hold copies of the terms, each device adds up a slice, and the slices are gathered.
 
     Args:
       x: An array or a pytree of arrays. Each device holds a part of the sum.
       pattern: `"layout {U:axes} -> layout"`.
+      prefer: As in `relayout`. Left out, it is one all-reduce, or the fastest plan if there is a profile.
+      hardware: A profile, or the name of a preset: see `spmd.accelerators.hardware`.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -261,7 +271,7 @@ def psum(x: T, pattern: str, /, **names: Any) -> T:
     def move(call: Call, x: Any, changes: Changes) -> Any:
         return _lax.psum(x, call.frame.in_mesh_order(set(call.src.unreduced) - set(call.dst.unreduced)))
 
-    return _verb("psum", x, pattern, names, move)
+    return _verb("psum", x, pattern, names, move, prefer=prefer, hardware=hardware)
 
 
 def psum_scatter(x: T, pattern: str, /, **names: Any) -> T:

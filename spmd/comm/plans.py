@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Never, NoReturn, TypeVar, get_args
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Never, NoReturn, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from spmd import _compat
 from spmd._text import Table, bytes_text, fields_of, seconds_text, shown_width, wrapped
 from spmd._trees.leaves import kind_of
-from spmd.accelerators import Hardware, hardware
+from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
-from spmd.comm.collectives import axes_after, check_sides
-from spmd.comm.planner._route import Axes, NamedRoute, Request, route, seconds_of
-from spmd.comm.planner._run import run, uneven
-from spmd.errors import CommunicationError, LayoutError, SizeError, check_one_of
+from spmd.comm._meshes import MeshPlan, moved_between, plan_between
+from spmd.comm._planned import Prefer, before_and_after, check_prefer, planned
+from spmd.comm.collectives import check_sides
+from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of
+from spmd.comm.planner._run import uneven
+from spmd.errors import CommunicationError, LayoutError, SizeError
 from spmd.language import Atom, Dim, Layout, axes_product, mesh_text
 from spmd.mesh import sizes_for
 from spmd.modes import Frame, ambient_mapping, try_frame
 
 _EXAMPLE = 'plan("b/dp d -> b d", sizes={"b": 8, "d": 4}, mesh=mesh)'
-
-
-Prefer = Literal["collectives", "bytes", "latency"]
-PREFER = get_args(Prefer)
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,7 @@ class Step:
     Attributes:
       kind: "split" (a local slice), "all_gather", "all_to_all", "psum_scatter", "psum", "ppermute", or "sends":
         rounds of ppermutes, each of one piece.
-      axes: The mesh axes whose devices talk to each other, in mesh order; none for a split.
+      axes: The mesh axes, or parts of them, whose devices talk to each other, in mesh order; none for a split.
       before: The layout before it. A composite dimension that is divided otherwise than a layout can say is
         opened into its factors.
       after: The layout after it.
@@ -88,10 +86,13 @@ class Plan:
       steps: The steps, in order.
       lower_bound: Bytes that some device must receive whatever the method: what its target shard needs and its source
         shard lacks, on the device where that is most. For a partial sum of u parts that q devices want, it is the
-        larger of the target shard and u - 1 + q - 1 transfers per element, averaged over the devices.
+        larger of the target shard and u - 1 + q - 1 transfers per element, averaged over the devices of all axes, also
+        of those that hold copies. Both are proved, and no plan sends more than `ratio` times the least.
       exceeds: Whether an array on the way is larger per device than both ends. It is only if no sequence of collectives
-        avoids it.
+        that was found avoids it.
       shape: The local shape before.
+      parts: The axes that steps take in parts: `{"y": {"y_1": 2, "y_2": 2}}`, the major part first. In the layouts of
+        steps the parts stand in place of the axis.
 
     Example:
       >>> import spmd
@@ -112,6 +113,12 @@ class Plan:
     lower_bound: int
     exceeds: bool
     shape: tuple[int, ...]
+    parts: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def steps_mesh(self) -> dict[str, int]:
+        """The mesh axes with their sizes, and parts in place of the axes that are taken in parts."""
+        return in_parts(self.mesh, tuple((axis, tuple(names.items())) for axis, names in self.parts.items()))
 
     @property
     def bytes(self) -> int:
@@ -146,7 +153,9 @@ class Plan:
             "target": self.target.short,
             **fields_of(self, "sizes", "mesh"),
             "dtype": self.dtype.name,
-            **fields_of(self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds"),
+            **fields_of(
+                self, "prefer", "steps", "bytes", "lower_bound", "ratio", "peak", "exceeds", "seconds", "parts"
+            ),
         }
 
     def table(self, width: int | None = None) -> str:
@@ -178,8 +187,9 @@ def plan(
     dtype: Any = "float32",
     prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
+    to: Any = None,
     **names: Any,
-) -> Plan:
+) -> Plan | MeshPlan:
     """The cheapest way from one layout to another: `plan("a/x b -> a b/x", sizes=..., mesh=...)`.
 
     `relayout` does it inside a kernel, and `shard` does it to an array that lies on the mesh already. `plan` runs
@@ -197,10 +207,12 @@ def plan(
       prefer: As in `relayout`: "collectives", "bytes" or "latency".
       hardware: A profile or the name of a preset, as `spmd.accelerators.hardware` takes it. Steps then have seconds.
         `prefer="latency"` needs a profile.
+      to: Another mesh, with other devices, other axes or another order. The axes on the right are then its own, and the
+        plan says which device sends how much to which. Devices of meshes without devices are numbered from 0.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
-      The `Plan`. It prints as a table of its steps, their bytes, the lower bound and the ratio.
+      The `Plan`. It prints as a table of its steps, their bytes, the lower bound and the ratio. With `to` a `MeshPlan`.
 
     Raises:
       LayoutError: If the dimensions differ, or a size is not given.
@@ -221,6 +233,8 @@ def plan(
     if sizes is not None and not isinstance(sizes, Mapping):
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
         raise SizeError(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}')
+    if to is not None:
+        return plan_between(pattern, {**(sizes or {}), **names}, mesh, to, _dtype(dtype))
     here = try_frame()
     mapping = ambient_mapping() if here is None else here.mapping
     frame = Frame("explicit", None, tuple(sizes_for(mesh, "plan(...)").items()), mapping)
@@ -249,15 +263,6 @@ def plan(
     return as_plan(route(request), request, (source, target), known, kind, profile)
 
 
-def check_prefer(call: str, prefer: Any, profile: Any) -> Hardware | None:
-    """The hardware profile that the keywords name. Keywords that name none are an error."""
-    check_one_of("prefer", prefer, PREFER, call, CommunicationError)
-    if profile is None and prefer == "latency":
-        rule = 'prefer="latency" weighs steps by what the links of the mesh take, so it needs a hardware profile.'
-        raise CommunicationError(rule, call=call, advice='hardware="h100", or a spmd.accelerators.Hardware of your own')
-    return None if profile is None else hardware(profile)
-
-
 def as_plan(
     found: NamedRoute,
     request: Request,
@@ -268,31 +273,36 @@ def as_plan(
 ) -> Plan:
     """A route with layouts and shapes."""
     source, target = sides
-    mesh = dict(request.mesh)
+    mesh = in_parts(dict(request.mesh), found.parts)
     steps, before = [], source
+    if found.parts:  # the ends of the steps have parts too
+        cut = {axis: tuple(name for name, _ in names) for axis, names in found.parts}
+        sums = [name for axis in source.unreduced for name in cut.get(axis, (axis,))]
+        before = _layout(source, found.legs[0].before, sums)
     for leg in found.legs:
-        last = leg is found.legs[-1]
+        last = leg is found.legs[-1] and not found.parts
         after = target if last else _layout(source, leg.after, (*request.kept, *leg.summed))
         sent = leg.kind, leg.nbytes, leg.collectives, leg.axes
-        seconds = None if profile is None else seconds_of(profile, *sent, mesh)
-        shape = _shape(after, request, leg.after)
+        seconds = None if profile is None else seconds_of(profile, *sent, dict(request.mesh), found.parts)
+        shape = _shape(after, request, leg.after, mesh)
         steps.append(Step(leg.kind, leg.axes, before, after, leg.nbytes, shape, leg.collectives, seconds))
         before = after
     return Plan(
         source,
         target,
         sizes,
-        mesh,
+        dict(request.mesh),
         dtype,
         request.prefer,
         tuple(steps),
         found.bound,
         found.exceeds,
-        _shape(source, request, request.source),
+        _shape(source, request, request.source, dict(request.mesh)),
+        {axis: dict(names) for axis, names in found.parts},
     )
 
 
-def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...]) -> Layout:
+def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: Sequence[str]) -> Layout:
     """The dimensions of `like`, divided otherwise. Composites that cannot be written so are opened."""
     axes = iter(placement)
     dims = [replace(d, atoms=tuple(replace(a, axes=next(axes)) for a in d.atoms)) for d in like.dims]
@@ -302,9 +312,8 @@ def _layout(like: Layout, placement: tuple[Axes, ...], unreduced: tuple[str, ...
         return Layout.from_dims([Dim((atom,)) for dim in dims for atom in dim.atoms], unreduced)
 
 
-def _shape(like: Layout, request: Request, placement: tuple[Axes, ...]) -> tuple[int, ...]:
+def _shape(like: Layout, request: Request, placement: tuple[Axes, ...], mesh: Mapping[str, int]) -> tuple[int, ...]:
     """The local shape of an array whose factors lie so."""
-    mesh = dict(request.mesh)
     local = iter(n // axes_product(axes, mesh) for n, axes in zip(request.sizes, placement, strict=True))
     return tuple(math.prod(next(local) for _ in dim.atoms) for dim in like.dims)
 
@@ -380,6 +389,9 @@ def summary(found: Plan) -> list[str]:
     lines = [total, f"largest array on the way: {bytes_text(found.peak)} per device"]
     if found.exceeds:
         lines.append("larger than both ends: no sequence of collectives avoids it for these sizes")
+    for axis, names in found.parts.items():
+        sizes = " x ".join(str(n) for n in names.values())
+        lines.append(f"{', '.join(names)}: parts of {axis}, which is {sizes} devices")
     return lines
 
 
@@ -395,9 +407,10 @@ def relayout(
     pattern: str,
     /,
     *,
-    to: To | None = None,
+    to: To | Mesh | None = None,
     prefer: Prefer = "collectives",
     hardware: str | Hardware | None = None,
+    donate: bool = False,
     **names: Any,
 ) -> T:
     """Bring an array from one layout to any other by the cheapest steps: `relayout(x, "a/x b -> a b/x")`.
@@ -418,10 +431,13 @@ def relayout(
     Args:
       x: An array or a pytree of arrays of this layout.
       pattern: `"layout -> layout"`, with the same dimensions in the same order, and any placement on either side.
-      to: As in `all_gather`, JAX's type of what is whole afterwards.
+      to: As in `all_gather`, JAX's type of what is whole afterwards. Or another mesh, outside of kernels: axes on the
+        right are then those of that mesh, `x` lies on its own mesh as the left side says, and devices send each other
+        pieces, as `spmd.plan(..., to=)` shows. The pattern may be a tree of patterns. One array moves after another.
       prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
         reach the lower bound; "latency" to take the least time on a hardware profile.
       hardware: The profile, or the name of a preset: see `spmd.accelerators.hardware`. "latency" needs one.
+      donate: To another mesh only: whether each array is deleted as soon as it is moved.
       **names: Sizes or mesh axes of names in the pattern.
 
     Returns:
@@ -446,6 +462,8 @@ def relayout(
       layout as slices, all_to_alls, one permutation and gathers, none larger than both ends. Here all_to_all is more
       general, partial sums take part, and the search is exact (A* with the lower bound as its estimate).
     """
+    if isinstance(to, Mesh):
+        return moved_between(x, pattern, to, donate=donate)
     example = 'relayout(x, "b/dp d -> b d/dp")'
     also = {} if to is None else {"to": to}
     call = open_call("relayout", pattern, names, arrays=(x,), example=example, also=also)
@@ -453,15 +471,8 @@ def relayout(
     call.type_copies(to)
     profile = check_prefer(call.text, prefer, hardware)
     if call.frame.explicit:
-        return call.each(x, lambda own, operand: _planned(own, operand, prefer, profile))
+        return call.each(x, lambda own, operand: planned(own, operand, prefer, profile))
     return call.each(x, lambda own, operand: _constrained(own, operand))
-
-
-def _before_and_after(call: Call, operand: Operand) -> tuple[list[Axes], list[Axes]]:
-    after = axes_after(operand, call.dst)
-    for factor, axes in zip(operand.factors, after, strict=True):
-        call.local(factor.size, axes, factor.name, factor.span)  # divides, or an error
-    return [f.axes for f in operand.factors], after
 
 
 def _constrained(call: Call, operand: Operand) -> Any:
@@ -471,7 +482,7 @@ def _constrained(call: Call, operand: Operand) -> Any:
     if frame.mode != "auto" or frame.constrain != "all" or not uneven(sizes):
         return operand.x
     x = operand.x
-    for now in _one_by_one(*_before_and_after(call, operand)):
+    for now in _one_by_one(*before_and_after(call, operand)):
         dims = [
             Dim((), ellipsis=True) if factor.name == "...0" else Dim((Atom(factor.name, axes),))
             for factor, axes in zip(operand.factors, now, strict=True)
@@ -502,26 +513,3 @@ def _one_by_one(now: list[Axes], then: list[Axes]) -> Iterator[list[Axes]]:
         while now[dim] != want:
             now[dim] = want[: len(now[dim]) + 1]
             yield list(now)
-
-
-def _planned(call: Call, operand: Operand, prefer: str, profile: Hardware | None) -> Any:
-    """One device's shard, by the steps of the plan."""
-    frame, src, dst, x = call.frame, call.src, call.dst, operand.x
-    before, after = _before_and_after(call, operand)
-    manual = _compat.manual_axes()
-    here, there = ({a for axes in side for a in axes} for side in (before, after))
-    request = Request(
-        sizes=tuple(f.size for f in operand.factors),
-        mesh=frame.sizes,
-        source=tuple(before),
-        target=tuple(after),
-        summed=frame.in_mesh_order(set(src.unreduced) - set(dst.unreduced)),
-        # No step may use these: partial sums that stay, copies that are marked reduced, and axes of the compiler.
-        kept=tuple(a for a in frame.axis_names if a in (*dst.unreduced, *src.reduced, *dst.reduced) or a not in manual),
-        itemsize=x.dtype.itemsize,
-        prefer=prefer,
-        hardware=profile if prefer == "latency" else None,
-    )
-    x = run(x, request, frozenset(here - there if call.to == "varying" else ()))
-    new = frame.in_mesh_order(set(dst.reduced) - set(src.reduced))
-    return _compat.pvary(x, new) if new else x

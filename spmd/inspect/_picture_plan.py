@@ -68,18 +68,19 @@ class PlanDrawing:
     @cached_property
     def states(self) -> list[Holdings]:
         """Return what each device holds before the first step and after each."""
-        mesh = AbstractMesh(tuple(self.plan.mesh.values()), tuple(self.plan.mesh))
-        layouts = [self.plan.source, *(step.after for step in self.plan.steps)]
+        mesh = AbstractMesh(*(tuple(one) for one in (self.plan.steps_mesh.values(), self.plan.steps_mesh)))
+        steps = self.plan.steps
+        layouts = [steps[0].before if steps else self.plan.source, *(step.after for step in steps)]
         return [of_layout(layout, self.plan.sizes, mesh, call=f'plan("{self.title}")') for layout in layouts]
 
     def transfers(self, step: Step) -> list[Transfer]:
-        return transfers(step, self.plan.sizes, self.plan.mesh, self.plan.dtype.itemsize)
+        return transfers(step, self.plan.sizes, self.plan.steps_mesh, self.plan.dtype.itemsize)
 
     def moves(self, step: Step) -> list[str]:
         """Return what moves between which devices, in words."""
         if step.kind == "split":
             return ["each device keeps a part of what it holds; nothing is sent"]
-        found = groups(step.axes, self.plan.mesh)
+        found = groups(step.axes, self.plan.steps_mesh)
         if self.is_summary:
             return [f"{len(found)} group{'s' * (len(found) > 1)} of {len(found[0])} devices"]
         among = "; ".join(",".join(device_runs(group)) for group in found)
@@ -125,7 +126,7 @@ class PlanDrawing:
             return (along, across) if down else (across, along)
 
         step = self.plan.steps[number]
-        group, *others = groups(step.axes, self.plan.mesh)
+        group, *others = groups(step.axes, self.plan.steps_mesh)
         moved = [] if self.is_summary or len(group) > _MOST_CHIPS else self.transfers(step)
         if not moved:
             width, height = (min(sizes) for sizes in zip(*((box.width, box.height) for box in between), strict=True))

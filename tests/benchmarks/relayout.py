@@ -1,6 +1,7 @@
 """Changes of layout: the planner beside XLA's own resharding, on all pairs of layouts of a 2x2x2 mesh.
 
     python tests/benchmarks/relayout.py [--quick] [--alike] [--json FILE] [--dims 2 3] [--mesh 3 4]
+    python tests/benchmarks/relayout.py --mesh 2 4 --sums      partial sums: a program that adds up, and XLA's
     python tests/benchmarks/relayout.py --target h100_sxm.txtpb --pairs 300    as `spmd explain --target`: nothing is run
 
 For every pair (2352 of 512 x 512 float32, 11130 of 64 x 64 x 64; with `--quick` a sample of each, with `--alike` one of
@@ -20,7 +21,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,8 @@ class Row:
     temp: int
     xla_temp: int
     ends: int
+    seconds: float = 0.0
+    xla_seconds: float = 0.0
 
 
 def layouts(dims: int, axes: Iterable[str] = MESH) -> list[str]:
@@ -97,12 +100,42 @@ def programs(source: str, target: str, shape: tuple[int, ...], mesh: Any) -> tup
     return program(before, after, shape, 4) or identity, identity
 
 
-def measure(source: str, target: str, shape: tuple[int, ...], mesh: Any) -> Row:
+def sums(source: str, axis: str, target: str, shape: tuple[int, ...], mesh: Any) -> tuple[Any, Any, Any]:
+    """Terms along an axis, in front: the program that adds them up by a plan, XLA's, and the terms."""
+    before = f"{source} {{U:{axis}}}"
+
+    def body(x: Any) -> Any:
+        return spmd.relayout(
+            spmd.reduce(x, f"p/{axis} {source} -> {before}", "sum"), f"{before} -> {target}", to="invarying"
+        )
+
+    kernel = spmd.kernel(f"p/{axis} {source} -> {target}", mesh=mesh)(body)
+    ends = [spmd.Layout(layout).sharding(mesh) for layout in (f"p/{axis} {source}", target)]
+    xla = jax.jit(lambda x: x.sum(0), in_shardings=ends[0], out_shardings=ends[1])
+    return kernel, xla, jax.ShapeDtypeStruct((mesh.shape[axis], *shape), np.float32, sharding=ends[0])
+
+
+def two_levels(mesh: Any) -> spmd.accelerators.Hardware:
+    """H100s of which a node holds the last axis of the mesh."""
+    return replace(spmd.accelerators.hardware("h100"), node_size=list(mesh.shape.values())[-1])
+
+
+def estimated(found: Any, mesh: Any) -> float:
+    """The time of collectives by the model of a machine with two levels."""
+    links, sizes = two_levels(mesh), dict(mesh.shape)
+    return sum(one.count * links.collective_seconds(one.kind, one.bytes, one.axes, sizes) for one in found)
+
+
+def measure(source: str, target: str, shape: tuple[int, ...], mesh: Any, summed: str = "") -> Row:
     """Both programs of one pair, compiled."""
-    before = spmd.Layout(source).sharding(mesh)
-    x = jax.ShapeDtypeStruct(shape, np.float32, sharding=before)
-    compiled = [one.lower(x).compile() for one in programs(source, target, shape, mesh)]
+    if summed:
+        *both, x = sums(source, summed, target, shape, mesh)
+    else:
+        x = jax.ShapeDtypeStruct(shape, np.float32, sharding=spmd.Layout(source).sharding(mesh))
+        both = programs(source, target, shape, mesh)
+    compiled = [one.lower(x).compile() for one in both]
     sent = [collectives(one, mesh=mesh) for one in compiled]
+    source = f"{source} {{U:{summed}}}" if summed else source
     temp = [one.memory_analysis().temp_size_in_bytes for one in compiled]
     sizes = dict(zip(NAMES, shape, strict=False))
     plan = spmd.plan(f"{source} -> {target}", sizes=sizes, mesh=mesh)
@@ -110,9 +143,9 @@ def measure(source: str, target: str, shape: tuple[int, ...], mesh: Any) -> Row:
     ends = 4 * max(math.prod(spmd.Layout(one).local_shape(shape, mesh)) for one in (source, target))
     ours, xla = (one.total_bytes for one in sent)
     count, xla_count = (sum(one.counts.values()) for one in sent)
-    return Row(
-        source, target, plan.lower_bound, rounds.bytes, ours, xla, plan.bytes, count, xla_count, temp[0], temp[1], ends
-    )
+    times = [estimated(one, mesh) for one in sent]
+    sides = ours, xla, plan.bytes, count, xla_count, *temp, ends, *times
+    return Row(source, target, plan.lower_bound, rounds.bytes, *sides)
 
 
 def seconds(
@@ -163,6 +196,8 @@ def show(dims: int, rows: list[Row], shape: tuple[int, ...]) -> None:
     print(
         f"XLA / planned         {'':8}{spread(saved)}  fewer bytes on {fewer} pairs, more on {sum(map(is_worse, rows))}"
     )
+    levels = [row.xla_seconds / row.seconds for row in some if row.seconds]
+    print(f"XLA / planned, by the time of a model with two levels{spread(levels)}")
     print("worst pairs of XLA, and what is left above the bound:")
     for row in [*sorted(some, key=lambda r: -r.xla / r.bound)[:3], *sorted(some, key=lambda r: -r.ours / r.bound)[:3]]:
         print(
@@ -196,6 +231,7 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, help="how many pairs of each rank (all; with --quick 60)")
     parser.add_argument("--alike", action="store_true", help="one of the pairs that differ in names and order only")
     parser.add_argument("--mesh", type=int, nargs="+", help="the sizes of other axes (2 2 2)")
+    parser.add_argument("--sums", action="store_true", help="sources that are partial sums along an axis")
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--target", metavar="WHAT", help="devices that are not here: h100_sxm.txtpb, v5p:2x2x2")
     options = parser.parse_args()
@@ -213,11 +249,16 @@ def main() -> int:
         pairs = one_of_each_kind(pairs, axes) if options.alike else pairs
         count = options.pairs or (60 if options.quick else len(pairs))
         pairs = pairs if count >= len(pairs) else random.Random(0).sample(pairs, count)
-        rows = [measure(source, target, shapes[dims], mesh) for source, target in pairs]
+        dice = random.Random(2)
+        rows = []
+        for source, target in pairs:
+            free = [axis for axis in axes if f"/{axis}" not in source] if options.sums else [""]
+            if free:
+                rows.append(measure(source, target, shapes[dims], mesh, dice.choice(free)))
         show(dims, rows, shapes[dims])
         report[f"{dims}-D"] = [asdict(row) for row in rows]
         wrong += [row for row in rows if is_worse(row) or row.ours != row.planned]
-        if dims == 2 and not options.mesh and not options.target:
+        if dims == 2 and not options.mesh and not options.target and not options.sums:
             some = [row for row in rows if row.bound]
             worst = sorted(some, key=lambda r: -r.xla / r.ours)[: 4 if options.quick else 8]
             dice = random.Random(1).sample(some, min(len(some), 4 if options.quick else 24))

@@ -63,17 +63,20 @@ def test_the_bound_is_what_the_worst_device_lacks(mesh) -> None:
 
 
 @pytest.mark.parametrize(
-    ("pattern", "sent"),
+    ("pattern", "mesh", "sent"),
     [
-        ("a {U:x} -> a/x", 18),  # a reduce-scatter: 24 (4-1)/4
-        ("a {U:x} -> a", 36),  # an all-reduce: twice that
-        ("a {U:x,y} -> a/y", 21 + 9),  # four copies of each half: a reduce-scatter over all 8 devices, a gather of 4
-        ("a {U:x,y} -> a/y {U:x}", 12),  # what stays partial is another array on each x
+        ("a {U:x} -> a/x", {"x": 4}, 18),  # a reduce-scatter: 24 (4-1)/4
+        ("a {U:x} -> a", {"x": 4}, 36),  # an all-reduce: twice that
+        ("a {U:x} -> a/x", {"x": 4, "y": 2}, 9 + 3),  # each half of the devices sums up a half, and sends it
+        ("a {U:x} -> a", {"x": 4, "y": 2}, 9 + 21),
+        ("a {U:x,y} -> a/y", {"x": 4, "y": 2}, 21 + 9),  # a reduce-scatter over all 8 devices, a gather of 4
+        ("a {U:x,y} -> a/y {U:x}", {"x": 4, "y": 2}, 12),  # what stays partial is another array on each x
     ],
 )
-def test_the_bound_of_partial_sums_is_met_by_the_known_optima(pattern, sent) -> None:
-    """Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009."""
-    plan = spmd.plan(pattern, sizes={"a": 24}, mesh={"x": 4, "y": 2}, dtype=np.uint8)
+def test_the_bound_of_partial_sums_is_met_by_the_known_optima(pattern, mesh, sent) -> None:
+    """Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009. Devices that hold
+    the same terms help."""
+    plan = spmd.plan(pattern, sizes={"a": 24}, mesh=mesh, dtype=np.uint8)
     assert plan.bytes == sent == plan.lower_bound
 
 
@@ -176,8 +179,8 @@ def test_each_step_does_what_it_says(mesh, prefer) -> None:
         assert [set(held.values())] == [set(blocks(source, mesh, sizes).values())]
         most = max(lay.bit_count() for side in (source, target) for lay in blocks(side, mesh, sizes).values())
         for step in plan.steps:
-            there = blocks(step.after.short, plan.mesh, sizes)
-            check_step(step, plan.mesh, sizes, held, there)
+            there = blocks(step.after.short, plan.steps_mesh, sizes)
+            check_step(step, plan.steps_mesh, sizes, dict(zip(there, held.values(), strict=True)), there)
             assert max(s.bit_count() for s in there.values()) <= most, "no array on the way is larger than both ends"
             held, kinds = there, kinds | {step.kind}
         assert list(held.values()) == list(blocks(target, mesh, sizes).values())
@@ -217,7 +220,7 @@ def test_names_axes_of_one_device_and_dtypes_change_nothing_else(seed) -> None:
 # -------------------- all pairs
 
 
-@pytest.mark.parametrize(("sizes", "pairs", "most"), [((512, 512), 2352, 1.06), ((64, 64, 64), 11130, 1.08)], ids=str)
+@pytest.mark.parametrize(("sizes", "pairs", "most"), [((512, 512), 2352, 1.02), ((64, 64, 64), 11130, 1.03)], ids=str)
 @rare
 def test_the_sum_over_all_pairs_of_a_cube(sizes, pairs, most) -> None:
     """Bytes over lower bounds, all changes of layout; XLA's own are at 1.63 and 2.09 (tests/benchmarks/relayout.py)."""
@@ -375,4 +378,4 @@ def test_a_search_of_many_axes_ends() -> None:
     pattern = "a/w b c/z/y -> a/w/z b/y c/x"
     found = spmd.plan(pattern, sizes=sizes, mesh=mesh, prefer="latency", hardware="h100")
     assert time.perf_counter() - start < 20
-    assert found.seconds < spmd.plan(pattern, sizes=sizes, mesh=mesh, hardware="h100").seconds and found.ratio <= 1.771
+    assert found.seconds <= spmd.plan(pattern, sizes=sizes, mesh=mesh, hardware="h100").seconds and found.ratio <= 1.771

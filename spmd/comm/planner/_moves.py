@@ -229,6 +229,8 @@ class Problem:
       source: Where the array lies.
       target: Where it is to lie.
       summed: Axes on which the source is a partial sum and the target is complete.
+      copies: How many devices beside those of the axes hold each term of a sum, and may help to add it up.
+      parts: Whether each axis is a part of one.
     """
 
     sizes: tuple[int, ...]
@@ -236,6 +238,8 @@ class Problem:
     source: Placement
     target: Placement
     summed: tuple[int, ...] = ()
+    copies: int = 1
+    parts: tuple[bool, ...] = ()
 
     @cached_property
     def whole(self) -> int:
@@ -262,6 +266,12 @@ class Problem:
         """Elements per device."""
         return self.whole // math.prod(self.blocks(placement))
 
+    def psum(self, state: State, axes: tuple[int, ...]) -> Move:
+        """A sum that stays where it is. JAX has no psum within groups: there the terms are gathered."""
+        local, n = self.local(state.placement), self.count(axes)
+        elements = local * (n - 1) if any(self.parts[a] for a in axes) else -(-2 * local * (n - 1) // n)
+        return Move("psum", axes, State(state.placement, tuple(a for a in state.summed if a not in axes)), elements)
+
     def fits(self, placement: Placement) -> bool:
         """Return whether every dimension divides."""
         return all(not axes or size % self.count(axes) == 0 for size, axes in zip(self.sizes, placement, strict=True))
@@ -286,7 +296,7 @@ class Problem:
         """
         wanted = self.local(self.target)
         if state.summed:
-            devices = self.count(range(len(self.axes)))
+            devices = self.copies * self.count(range(len(self.axes)))
             holders = devices // math.prod(self.blocks(self.target))
             transfers = self.whole * (self.count(state.summed) - 1 + holders - 1)
             return max(wanted, -(-transfers // devices))
@@ -477,7 +487,7 @@ def _sums(problem: Problem, state: State) -> Iterator[Move]:
         if not done:
             continue
         rest, parts = tuple(a for a in state.summed if a not in done), problem.count(done)
-        yield Move("psum", done, State(state.placement, rest), -(-2 * local * (parts - 1) // parts))
+        yield problem.psum(state, done)
         for after, run in _landed(problem, state.placement, every, done, problem.free(state)):
             shard = local * parts // problem.count(run)
             yield Move("psum_scatter", done, State(after, rest), shard - shard // parts)

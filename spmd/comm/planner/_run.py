@@ -10,7 +10,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,11 +24,56 @@ import spmd.comm._lax as _lax
 from spmd import _compat
 from spmd.comm._marks import assert_equal_p
 from spmd.comm.planner._moves import Placement, Rounds, common_front, permutation, schedule
-from spmd.comm.planner._route import Axes, Leg, NamedRoute, Request, route
+from spmd.comm.planner._route import Axes, Leg, NamedRoute, Parts, Request, in_parts, route
 from spmd.language import axes_product, axes_tuple
 
 Copies = frozenset[str]
-Sizes = dict[str, int]
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh of a plan, whose steps may be over parts of axes.
+
+    Attributes:
+      sizes: The axes, in mesh order, with parts in place of the axes that are cut.
+      axis_of: The axis that each part belongs to.
+    """
+
+    sizes: dict[str, int]
+    axis_of: dict[str, str]
+
+    @classmethod
+    def of(cls, request: Request, parts: Parts) -> Mesh:
+        return cls(in_parts(dict(request.mesh), parts), {part: axis for axis, names in parts for part, _ in names})
+
+    def wide(self, axes: Iterable[str]) -> Axes:
+        """The axes of the mesh to which these, or these parts, belong."""
+        found = {self.axis_of.get(a, a) for a in axes}
+        return tuple(dict.fromkeys(axis for a in self.sizes if (axis := self.axis_of.get(a, a)) in found))
+
+    def closed(self, axes: Iterable[str]) -> Axes:
+        """All parts of the axes to which these belong, in mesh order."""
+        found = self.wide(axes)
+        return tuple(a for a in self.sizes if self.axis_of.get(a, a) in found)
+
+    def among(self, axes: Axes) -> tuple[Axes, Groups | None]:
+        """The axes of a collective whose devices are numbered along `axes`, the first being the major one. If these
+        are not whole axes, also the groups, as JAX's `axis_index_groups`."""
+        if not any(a in self.axis_of for a in axes):
+            return axes, None
+        every = self.closed(axes)
+        counts = [self.sizes[a] for a in every]
+        rest = [i for i, a in enumerate(every) if a not in axes]
+        places = np.arange(math.prod(counts)).reshape(counts).transpose([*rest, *(every.index(a) for a in axes)])
+        return self.wide(axes), tuple(map(tuple, places.reshape(-1, axes_product(axes, self.sizes)).tolist()))
+
+    def index(self, axis: str) -> Any:
+        """Which place along an axis or a part this device has."""
+        whole = self.axis_of.get(axis, axis)
+        parts = self.closed((axis,))
+        behind = axes_product(parts[parts.index(axis) + 1 :], self.sizes)
+        return lax.axis_index(whole) // behind % self.sizes[axis]
 
 
 def run(x: Any, request: Request, copies: Copies) -> Any:
@@ -76,24 +121,23 @@ def run(x: Any, request: Request, copies: Copies) -> Any:
 
 def _run(x: Any, request: Request, copies: Copies) -> Any:
     """The same without axes of size 1."""
-    found, sizes = route(request), dict(request.mesh)
+    found, on = route(request), Mesh.of(request, route(request).parts)
     here, there = _axes(request.source), _axes(request.target)
     copies = copies | (_compat.varying_axes(x) - here - there - set(request.summed))
-    done = next((i for i in reversed(range(len(found.legs))) if found.legs[i].kind in ("psum", "psum_scatter")), -1) + 1
-    for leg in found.legs[:done]:
-        x = _STEPS[leg.kind](x, leg, sizes, copies)
-    rest = found.legs[done:]  # of complete values
-    if all(_is_own_reverse(leg, copies) for leg in rest):
-        for leg in rest:
-            x = _STEPS[leg.kind](x, leg, sizes, copies)
+    plain = all(_is_own_reverse(leg, copies, request) for leg in found.legs) and not found.parts
+    if gone := tuple(a for a, _ in request.mesh if a in copies and a in here - there):
+        # The transpose of a gather is one reduce-scatter. In levels the sum may send less.
+        back = replace(request, source=request.target, target=request.source, summed=gone)
+        plain = plain and len(route(back).legs) <= len(found.legs)
+    if plain:
+        for leg in found.legs:
+            x = _STEPS[leg.kind](x, leg, on, copies)
         return x
-    request = replace(request, source=rest[0].before, summed=()) if done else request
-    here = _axes(request.source)
-    used = {a for leg in rest for a in _all_axes(leg)}
-    moving = tuple(a for a in sizes if a in used)
-    x = _lax.to_invarying(x, tuple(a for a in moving if a in _compat.varying_axes(x) and a not in here))
-    x = _bound(x, request, replace(found, legs=rest), moving)
-    return _compat.pvary(x, tuple(a for a in moving if a in copies and a not in there))
+    moving = on.wide({a for leg in found.legs for a in _all_axes(leg)}.union(request.summed))
+    terms = tuple(a for a in request.summed if a in _compat.unreduced_axes(x))
+    x = _lax.retype(x, terms, "terms")
+    equal = _compat.varying_axes(x) - here - set(request.summed)
+    return _bound(_lax.to_invarying(x, tuple(a for a in moving if a in equal)), request, found, moving, copies)
 
 
 def _axes(placement: tuple[Axes, ...]) -> Copies:
@@ -107,10 +151,12 @@ def _without(request: Request, unit: set[str]) -> Request:
     return replace(request, source=source, target=target, summed=tuple(a for a in request.summed if a not in unit))
 
 
-def _is_own_reverse(leg: Leg, copies: Copies) -> bool:
+def _is_own_reverse(leg: Leg, copies: Copies, request: Request) -> bool:
     """Return whether a step leaves what the end of the plan asks for, and JAX's transpose of it is the step back, with
     no more bytes than needed."""
     before, after = _axes(leg.before), _axes(leg.after)
+    if request.summed:
+        return leg.kind in ("psum", "psum_scatter")
     return (
         leg.kind in ("split", "all_gather")
         or (leg.kind == "all_to_all" and before - after <= copies)
@@ -136,17 +182,25 @@ def _runs(leg: Leg) -> tuple[list[Axes], list[Axes]]:
     return lost, gained
 
 
-def _split(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
+def _split(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     for dim, gained in enumerate(_runs(leg)[1]):
         for axis in gained:
-            x = _lax.slice_block(x, axis, dim, sizes[axis])
+            x = _block(x, axis, dim, on)
     return x
 
 
-def _all_gather(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
+def _block(x: Any, axis: str, dim: int, on: Mesh) -> Any:
+    """This device's block along an axis or a part."""
+    if axis not in on.axis_of:
+        return _lax.slice_block(x, axis, dim, on.sizes[axis])
+    size = x.shape[dim] // on.sizes[axis]
+    return lax.dynamic_slice_in_dim(x, on.index(axis) * size, size, dim)
+
+
+def _all_gather(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     lost, _ = _runs(leg)
     divided_later = _axes(leg.after)
-    kind = {a: "varying" if a in copies or a in divided_later else "invarying" for a in leg.axes}
+    kind = {a: "varying" if on.axis_of.get(a, a) in copies or a in divided_later else "invarying" for a in leg.axes}
     dims = [dim for dim, axes in enumerate(lost) if axes]
     if len(set(kind.values())) > 1:
         for dim in dims:
@@ -155,36 +209,50 @@ def _all_gather(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
         return x
     to = kind[leg.axes[0]]
     if len(dims) == 1:
-        return _lax.all_gather(x, lost[dims[0]], dims[0], to)
-    return _joined(_lax.all_gather(x[None], leg.axes, 0, to), lost, leg.axes, sizes)
+        axes, groups = on.among(lost[dims[0]])
+        return _lax.all_gather(x, axes, dims[0], to, groups)
+    axes, groups = on.among(leg.axes)
+    return _joined(_lax.all_gather(x[None], axes, 0, to, groups), lost, leg.axes, on.sizes)
 
 
-def _all_to_all(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
+def _all_to_all(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     lost, gained = _runs(leg)
     losing, gaining = ([dim for dim, axes in enumerate(side) if axes] for side in (lost, gained))
     if len(losing) == len(gaining) == 1 and lost[losing[0]] == gained[gaining[0]]:
-        return _lax.all_to_all(x, lost[losing[0]], split=gaining[0], concat=losing[0])
-    pieces = _pieces(x, gained, leg.axes, sizes)
-    return _joined(_lax.all_to_all(pieces, leg.axes, split=0, concat=0), lost, leg.axes, sizes)
+        axes, groups = on.among(lost[losing[0]])
+        return _lax.all_to_all(x, axes, gaining[0], losing[0], groups)
+    axes, groups = on.among(leg.axes)
+    pieces = _pieces(x, gained, leg.axes, on)
+    return _joined(_lax.all_to_all(pieces, axes, 0, 0, groups), lost, leg.axes, on.sizes)
 
 
-def _psum_scatter(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
+def _psum_scatter(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     _, gained = _runs(leg)
     gaining = [dim for dim, axes in enumerate(gained) if axes]
     if len(gaining) == 1 and set(gained[gaining[0]]) == set(leg.axes):
-        return _lax.psum_scatter(x, gained[gaining[0]], gaining[0])
-    return _lax.psum_scatter(_pieces(x, gained, leg.axes, sizes), leg.axes, 0)[0]
+        axes, groups = on.among(gained[gaining[0]])
+        return _lax.psum_scatter(x, axes, gaining[0], groups)
+    axes, groups = on.among(leg.axes)
+    return _lax.psum_scatter(_pieces(x, gained, leg.axes, on), axes, 0, groups)[0]
 
 
-def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
+def _psum(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
+    axes, groups = on.among(leg.axes)
+    if groups is None:
+        return _lax.psum(x, axes)
+    # JAX has no psum in groups: the terms are gathered and added up.
+    return _lax.all_gather(x[None], axes, 0, "varying", groups).sum(0, dtype=x.dtype)
+
+
+def _pieces(x: Any, gained: list[Axes], group: Axes, on: Mesh) -> Any:
     """One piece for each device of the group, in front. If an axis that is gained is not in the group, its devices hold
     the same, and each keeps its own block. If no dimension gains an axis of the group, its devices all get the same."""
-    axes = [axis for run in gained for axis in (*run, "")]
+    axes, sizes = [axis for run in gained for axis in (*run, "")], on.sizes
     local = iter(n // axes_product(run, sizes) for n, run in zip(x.shape, gained, strict=True))
     x = x.reshape([sizes[axis] if axis else next(local) for axis in axes])
     for place, axis in enumerate(axes):
         if axis and axis not in group:
-            x = _lax.slice_block(x, axis, place, sizes[axis])
+            x = _block(x, axis, place, on)
     to_front = [axes.index(axis) for axis in group if axis in axes]
     rest = [place for place in range(len(axes)) if place not in to_front]
     x = x.transpose(to_front + rest).reshape(
@@ -198,7 +266,7 @@ def _pieces(x: Any, gained: list[Axes], group: Axes, sizes: Sizes) -> Any:
     return lax.optimization_barrier(copied)  # otherwise XLA takes equal pieces for one array, and fails to lay it out
 
 
-def _joined(x: Any, lost: list[Axes], group: Axes, sizes: Sizes) -> Any:
+def _joined(x: Any, lost: list[Axes], group: Axes, sizes: dict[str, int]) -> Any:
     """The pieces in front, one from each device of the group, put where they belong."""
     x = x.reshape([sizes[a] for a in group] + list(x.shape[1:]))
     order = [place for dim, run in enumerate(lost) for place in (*(group.index(a) for a in run), len(group) + dim)]
@@ -209,26 +277,28 @@ def _joined(x: Any, lost: list[Axes], group: Axes, sizes: Sizes) -> Any:
 # --- point to point -------------------------------------------------------------------------------------------
 
 
-def _ppermute(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
-    found = _rounds(permutation, leg, sizes, x.shape)
+def _ppermute(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
+    axes = on.closed(leg.axes)
+    found = _rounds(permutation, leg, axes, on, x.shape)
     [one] = found.rounds
     if found.piece != x.shape:
-        x = lax.dynamic_slice(x, _corner(one.reads, found.piece, _lax.axis_index(leg.axes, sizes)), found.piece)
-    return _sent(x, one.sender, leg.axes, sizes)
+        x = lax.dynamic_slice(x, _corner(one.reads, found.piece, _number(axes, on)), found.piece)
+    return _sent(x, one.sender, axes, on)
 
 
-def _sends(x: Any, leg: Leg, sizes: Sizes, copies: Copies) -> Any:
+def _sends(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     """Each device's target, put together from the pieces that come in."""
-    found = _rounds(_schedule, leg, sizes, x.shape)
-    me = _lax.axis_index(leg.axes, sizes)
+    axes = on.closed(leg.axes)
+    found = _rounds(_schedule, leg, axes, on, x.shape)
+    me = _number(axes, on)
     ends = zip(x.shape, leg.before, leg.after, strict=True)
-    shape = [n * axes_product(before, sizes) // axes_product(after, sizes) for n, before, after in ends]
-    x = _compat.pvary(x, leg.axes)
+    shape = [n * axes_product(before, on.sizes) // axes_product(after, on.sizes) for n, before, after in ends]
+    x = _compat.pvary(x, on.wide(axes))
     out = _compat.pvary(jnp.zeros(shape, x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
         piece = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
         if (one.sender != np.arange(len(one.sender))).any():
-            piece = _sent(piece, one.sender, leg.axes, sizes)
+            piece = _sent(piece, one.sender, axes, on)
         out = lax.dynamic_update_slice(out, piece, _corner(one.writes, found.piece, me))
     return out
 
@@ -239,22 +309,32 @@ _schedule = functools.lru_cache(maxsize=256)(schedule)
 def _rounds(
     make: Callable[[tuple[int, ...], tuple[int, ...], Placement, Placement], Rounds],
     leg: Leg,
-    sizes: Sizes,
+    axes: Axes,
+    on: Mesh,
     local: tuple[int, ...],
 ) -> Rounds:
     """The rounds of a step, over its axes only. Axes that stay in front divide nothing here."""
     before, after = (
-        tuple(tuple(leg.axes.index(a) for a in run if a in leg.axes) for run in side)
-        for side in (leg.before, leg.after)
+        tuple(tuple(axes.index(a) for a in run if a in axes) for run in side) for side in (leg.before, leg.after)
     )
-    counts = tuple(sizes[a] for a in leg.axes)
+    counts = tuple(on.sizes[a] for a in axes)
     whole = tuple(n * math.prod(counts[a] for a in run) for n, run in zip(local, before, strict=True))
     return make(whole, counts, before, after)
 
 
-def _sent(x: Any, sender: np.ndarray, axes: Axes, sizes: Sizes) -> Any:
-    """Each device gets the array of its sender."""
-    return _lax.ppermute(x, axes, sizes, [(int(s), r) for r, s in enumerate(sender)])
+def _number(axes: Axes, on: Mesh) -> Any:
+    """Which place this device has along all these axes together."""
+    index: Any = 0
+    for axis in axes:
+        index = index * on.sizes[axis] + on.index(axis)
+    return index
+
+
+def _sent(x: Any, sender: np.ndarray, axes: Axes, on: Mesh) -> Any:
+    """Each device gets the array of its sender. Devices are numbered along whole axes, in mesh order."""
+    wide = on.wide(axes)
+    sizes = {a: axes_product(on.closed((a,)), on.sizes) for a in wide}
+    return _lax.ppermute(x, wide, sizes, [(int(s), r) for r, s in enumerate(sender)])
 
 
 def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
@@ -266,41 +346,46 @@ def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
 # --- with a gradient of its own -------------------------------------------------------------------------------
 
 
-def _bound(x: Any, request: Request, found: NamedRoute, moving: Axes) -> Any:
+def _bound(x: Any, request: Request, found: NamedRoute, moving: Axes, copies: Copies) -> Any:
     """The steps as one primitive. It shows them as a jaxpr, and its transpose is the plan of the way back."""
-    jaxpr = jax.make_jaxpr(functools.partial(_plain, request=request, found=found, moving=moving))(x)
-    return relayout_p.bind(x, request=request, found=found, moving=moving, jaxpr=jaxpr)
+    given = {"request": request, "found": found, "moving": moving, "copies": copies}
+    return relayout_p.bind(x, **given, jaxpr=jax.make_jaxpr(functools.partial(_plain, **given))(x))
 
 
-def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes) -> Any:
+def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes, copies: Copies) -> Any:
     """The steps with everything typed varying."""
     x = _compat.pvary(x, moving)
     for leg in found.legs:
-        x = _STEPS[leg.kind](x, leg, dict(request.mesh), frozenset(moving))
-    there = _axes(request.target)
-    return _lax.to_invarying(_compat.pvary(x, moving), tuple(a for a in moving if a not in there))
+        x = _STEPS[leg.kind](x, leg, Mesh.of(request, found.parts), frozenset(moving))
+    kept = _axes(request.target) | copies
+    return _lax.to_invarying(_compat.pvary(x, moving), tuple(a for a in moving if a not in kept))
 
 
 def _type(x: Any, *, jaxpr: Any, **_: Any) -> Any:
     return jaxpr.out_avals[0]
 
 
-def _transpose(cotangent: Any, *, request: Request, **_: Any) -> Any:
-    # A cotangent that varies along an axis which divides nothing is a part of a sum. No step may take it for a copy.
-    parts = _compat.varying_axes(cotangent) - _axes(request.target)
+def _transpose(cotangent: Any, *, request: Request, moving: Axes, copies: Copies, **_: Any) -> Any:
+    # Where the result is a copy that is typed varying, the cotangents are parts of a sum, which the way back adds up. A
+    # cotangent that varies along another axis that divides nothing is a part of a sum too, and stays one.
+    there, varying = _axes(request.target), _compat.varying_axes(cotangent)
+    summed = tuple(a for a in moving if a in copies and a not in there)
+    parts = varying - there - set(summed)
     kept = tuple(a for a, _ in request.mesh if a in parts or a in request.kept)
-    back = replace(request, source=request.target, target=request.source, kept=kept)
-    return run(cotangent, back, frozenset())
+    back = replace(request, source=request.target, target=request.source, summed=summed, kept=kept)
+    return _compat.pvary(run(_compat.pvary(cotangent, summed), back, frozenset()), request.summed)
 
 
-def _batch(args: Any, dims: Any, *, request: Request, found: NamedRoute, moving: Axes, jaxpr: Any) -> Any:
+def _batch(
+    args: Any, dims: Any, *, request: Request, found: NamedRoute, moving: Axes, copies: Copies, jaxpr: Any
+) -> Any:
     """With a dimension in front that nothing divides."""
     [x], [batch] = args, dims
     x = jnp.moveaxis(x, batch, 0)
     ends = {side: ((), *getattr(request, side)) for side in ("source", "target")}
     request = replace(request, sizes=(x.shape[0], *request.sizes), **ends)
     legs = tuple(replace(leg, before=((), *leg.before), after=((), *leg.after)) for leg in found.legs)
-    return _bound(x, request, replace(found, legs=legs), moving), 0
+    return _bound(x, request, replace(found, legs=legs), moving, copies), 0
 
 
 relayout_p = _compat.linear_primitive(
@@ -311,12 +396,12 @@ relayout_p = _compat.linear_primitive(
     batch=_batch,
 )
 
-_STEPS: dict[str, Callable[[Any, Leg, Sizes, Copies], Any]] = {
+_STEPS: dict[str, Callable[[Any, Leg, Mesh, Copies], Any]] = {
     "split": _split,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,
     "psum_scatter": _psum_scatter,
-    "psum": lambda x, leg, sizes, copies: _lax.psum(x, leg.axes),
+    "psum": _psum,
     "ppermute": _ppermute,
     "sends": _sends,
 }
