@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spmd import comm, ops
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.errors import Carry
 from spmd._jaxprs.facts import layers_of
 from spmd._jaxprs.lines import is_outside, line_of_error
-from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean, if_possible
 from spmd.kernels._signature import Signature
 from spmd.language import Layout
 from spmd.modes import Frame
@@ -126,14 +127,23 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         advice = "spmd.cond(predicate, true_fn, false_fn, *operands); jnp.where(predicate, a, b) computes both"
         return ModeError(rule, **shown, got=[*got, frame.describe()], advice=advice)
     if fact.kind in ("layout", "pattern"):
-        rule = f"{fact.axis} takes a string after its arrays. It names their dimensions, which axis= would number."
-        advice = f'as in {fact.axis}(x, "b/dp [d]"), for the last of two'
-        if fact.kind == "pattern":
-            advice = 'the layouts before and after, as in "b/dp d/tp -> b/dp d"'
-        return LayoutError(rule, **shown, got=got, advice=advice)
+        rule = f"{fact.axis} takes a string after its arrays. It names their dimensions and the mesh axes."
+        advice = "the layout before, and behind an arrow that after" if fact.kind == "pattern" else "the layout"
+        return LayoutError(rule, **shown, got=got, advice=_example(fact.axis) or advice)
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     advice = 'spmd.opaque(fn, "in -> out") around a function that calls it, which says it for the call'
     return ModeError(rule, **shown, got=got, advice=advice)
+
+
+@if_possible
+def _example(verb: str) -> str | None:
+    """What an operation says itself where it is given no string."""
+    function = getattr(comm, verb, None) or getattr(ops, verb)
+    given = [0.0 for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    try:
+        function(*given[:-1])  # and no names
+    except LayoutError as error:
+        return error.fault.advice
 
 
 def _mixed(fact: Any, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:

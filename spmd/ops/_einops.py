@@ -14,8 +14,8 @@ from spmd import _compat
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._lax import once
 from spmd.comm._marks import mark, rearranged
-from spmd.errors import LayoutError, did_you_mean
-from spmd.language import Atom, Layout, verb_for, verb_of
+from spmd.errors import LayoutError, did_you_mean, if_possible
+from spmd.language import Atom, Layout, verb_of
 from spmd.ops._reduce import Landing, factors_by_name, finish, land, placed, plain_dims, right_names, with_axes
 
 Axes = tuple[str, ...]
@@ -153,6 +153,12 @@ def _check_names(call: Call, operand: Operand, have: Mapping[str, Factor]) -> No
         call.fail(rule, at=new[0].span, advice=advice)
 
 
+@if_possible
+def _divided(text: str) -> Layout:
+    """The layout of a text, where it is one: a factor behind a whole one is not divided."""
+    return Layout(text)
+
+
 def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
     """Every name keeps its axes; a change is another verb's."""
     changes: dict[str, tuple[Axes, Axes]] = {}
@@ -167,14 +173,14 @@ def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> Non
         return
     verb = verb_of(changes.values())
     one, two = changes[first.name]
-    moved = with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()})
-    before = call.first(verb, operand.layout, moved)
+    moved = _divided(with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()}))
+    before, short = (None, None) if moved is None else (call.way(call.src, moved), call.no_room(call.src, moved))
     call.refuse(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
         f"the right. That is {verb}.",
         at=first.span,
-        got=[call.frame.describe()],
-        fix=call.around(before, moved, call.dst),
+        got=[*([short] if short else []), call.frame.describe()],
+        fix=before and call.around(before, moved, call.dst),
     )
 
 
@@ -320,7 +326,7 @@ def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wan
     ]
     moved = Layout.from_dims(dims, layout.unreduced, layout.reduced)
     plain, there = layout.without_brackets(), moved.without_brackets()
-    first = call.first(verb_for(plain, there), plain, there, index=index)
+    first = call.way(plain, there, index=index)
     inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
     return call.around(first, inputs, call.dst, index=index)
 
