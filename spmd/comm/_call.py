@@ -323,9 +323,9 @@ class Call:
         return replace(again, operands=(*again.operands[:index], first, *again.operands[index + 1 :]))
 
     @if_possible
-    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
-        """This call of an operand that a psum has completed."""
-        inputs, outputs = self.pattern.inputs, self.pattern.outputs
+    def summed_first(self, index: int = 0, right: Layout | None = None) -> Fix | tuple[Fix | str, ...] | None:
+        """This call of an operand that a psum has completed, with another right side if one is given."""
+        inputs, outputs = self.pattern.inputs, self.pattern.outputs if right is None else (right,)
         marked = inputs[index]
         whole = marked.without(*marked.unreduced)
         left = self._text(*(whole if i == index else layout for i, layout in enumerate(inputs)))
@@ -386,7 +386,9 @@ class Call:
     def _shown(self, index: int) -> str:
         return self.shown[index] if index < len(self.shown) else "x"
 
-    def _fix(self, verb: str, shown: tuple[str | Fix, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]) -> Fix:
+    def _fix(
+        self, verb: str, shown: tuple[str | Fix, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]
+    ) -> Fix:
         own = verb == self.name
         texts = [one if isinstance(one, str) else self._text(one if own else one.without_brackets()) for one in sides]
         # Sizes that the call was given and another call needs too, because no dimension tells them.
@@ -531,6 +533,7 @@ class Call:
         here = " on each device" if self.frame.explicit else ""
         got = [f"{label}: shape {x.shape}{here}{stacked}"]
         if isinstance(fault, WrongRank):
+            fault = replace(fault, shape=()) if stacked else fault  # and no gather has made its first dimension
             self.misfit(fault, got, fix=self._spaced() if fault.unspaced else None)
         # The placement is checked first, because a wrong axis explains a wrong size, and not the reverse.
         if known is not None and not told:
@@ -636,11 +639,7 @@ class Call:
         rule, at = f'{label} holds "{have.short}", and is read as "{written.short}".', layout.dims[position].span
         got = [f'"{have.short}": {origin}', self.frame.describe()]
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
-        fix = (
-            None
-            if wanted is None or _misaligned(have, layout)
-            else self.way(have, wanted, index=index, of=name)
-        )
+        fix = None if wanted is None or _misaligned(have, layout) else self.way(have, wanted, index=index, of=name)
         if (named := self._named(have, layout)) is not None:
             self.refuse(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
         if fix is None and wanted is not None and (short := self.no_room(have, wanted, index)) is not None:

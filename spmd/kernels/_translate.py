@@ -181,13 +181,12 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     )
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]
     axes = ",".join(frame.in_mesh_order({axis for one in carries for axis in one.varying})) or "..."
-    advice = (
-        f"in the step, psum over {axes} what is a term of a sum;\n"
-        'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of '
-        "its layout; where it becomes a gathered copy, also on those of the mark in "
-        f'spmd.zeros("<its layout> {{R:{axes}}}")'
-    )
-    return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
+    zeros = 'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of'
+    marks = f"{{U:{axes}}} where it becomes a partial sum, {{R:{axes}}} where it becomes a gathered copy"
+    advice = [f"{zeros} its layout, and of its mark: {marks}", f"in the step, psum over {axes} what is a term of a sum"]
+    if not all(one.constant for one in carries):  # spmd.zeros, or a value that lies somewhere, has begun it
+        advice.reverse()
+    return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=";\n".join(advice))
 
 
 def carried_axes(error: Exception) -> frozenset[str]:

@@ -14,7 +14,7 @@ from spmd import _compat
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._lax import once
 from spmd.comm._marks import mark, rearranged
-from spmd.errors import LayoutError, did_you_mean, if_possible
+from spmd.errors import Fix, LayoutError, did_you_mean, if_possible
 from spmd.language import Atom, Layout, verb_of
 from spmd.ops._reduce import Landing, factors_by_name, finish, land, placed, plain_dims, right_names, with_axes
 
@@ -370,7 +370,9 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
                 rule = (
                     f"the product of two partial sums on {axis} is not a partial sum: psum one of the operands first."
                 )
-                call.refuse(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
+                other = next(n for n, one in enumerate(opened) if axis in one.layout.unreduced)
+                small = min(other, i, key=lambda n: opened[n].x.size)
+                call.refuse(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(small))
             if axis in owners:
                 factor = owners[axis]
                 call.refuse(
@@ -378,10 +380,19 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
                     f"would meet one block of {factor.name} only.",
                     at=factor.span,
                     got=[f'operand {i}: "{operand.layout.short}"', placed(factor.name, factor.axes)],
-                    fix=call.summed_first(i),
+                    fix=_summed_and_gathered(call, i, factor),
                 )
             partial[axis] = f"operand {i} is {{U:{axis}}}"
     return partial
+
+
+@if_possible
+def _summed_and_gathered(call: Call, index: int, factor: Factor) -> Any:
+    """The call of an operand that a psum has completed. Where the right side has a dimension whole that is divided in
+    another, a gather follows."""
+    right = _divided(with_axes(call.dst, {factor.name: factor.axes})) or call.dst
+    summed: Any = call.summed_first(index, right)
+    return summed if right == call.dst else Fix("all_gather", (summed,), f"{right.short} -> {call.dst.short}")
 
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:
