@@ -76,7 +76,7 @@ class Explanation(Report):
     @functools.cached_property
     def collectives(self) -> tuple[Communication, ...]:
         """The written collectives in program order, then those that nobody wrote."""
-        found = communications(self.written, self.compiled)
+        found = communications(self.written, self.compiled, planned=self.plan is not None)
         return found if self.plan is None else with_plan(found, self.plan, self.compiled is not None, self.left or None)
 
     @functools.cached_property
@@ -409,14 +409,14 @@ def explain(
     stats = _compiled(program, compiled, missing)
     found = program.mesh  # of some it is known once they are compiled
     sizes = {} if found is None else sizes_for(found, "")
-    written = None if program.jaxpr is None else read(program, sizes)
+    known = program.jaxpr is not None and isinstance(found, Mesh | AbstractMesh)
+    alone = known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))  # no kernel divides it
+    written = None if program.jaxpr is None else read(program, sizes, asks=not alone)
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
     left = {} if program.jaxpr is None else left_axes(program.jaxpr)
     plan = None
-    known = program.jaxpr is not None and isinstance(found, Mesh | AbstractMesh)
-    alone = known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))  # no kernel divides it
     if not hasattr(fn, "jaxpr") and (left or alone):
         from spmd.propagation import propagate  # which reads programs as this room does
 

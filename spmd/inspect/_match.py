@@ -139,12 +139,14 @@ def _laid_out(piece: _Piece, said: Sequence[_Wanted]) -> list[_Piece]:
     return [piece] if left else parts
 
 
-def communications(written: Written | None, compiled: Sequence[Collective] | None) -> tuple[Communication, ...]:
+def communications(
+    written: Written | None, compiled: Sequence[Collective] | None, *, planned: bool = False
+) -> tuple[Communication, ...]:
     """Return what a program sends: the written collectives in program order, then those that nobody wrote.
 
     A compiled collective belongs to a written one by the call's text, which JAX carries in the operation's name
     (or in that of the sum it applies), by line and primitive for raw `jax.lax` calls, and where the compiler has
-    lost the name by kind, axes and size.
+    lost the name by kind, axes and size. `planned` says that a plan of the compiler's will say more.
     """
     rows = () if written is None else written.collectives
     if compiled is None:
@@ -168,7 +170,7 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
         _claim(piece, [one for one in alike if not placed and _is_open(one) and _alike(piece, one[0].row)], rest)
     joined = [_joined(one.row, one.pieces, wanted) for one in wanted]
     strangers = grouped(rest, lambda piece: id(piece.of)).values()
-    return (*joined, *(_unwritten(parts, written) for parts in strangers))
+    return (*joined, *(_unwritten(parts, written, planned) for parts in strangers))
 
 
 @dataclass(eq=False)
@@ -291,14 +293,16 @@ def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int) -> str:
     return ""
 
 
-def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communication:
+def _unwritten(pieces: Sequence[_Piece], written: Written | None, planned: bool) -> Communication:
     """Return what is left of a compiled collective, usually all of it."""
     one = pieces[0].of
     whole = sum(piece.elements for piece in pieces) == sum(math.prod(shape) for _, shape in one.operands)
     nbytes = one.bytes if whole else sum(piece.bytes for piece in pieces)
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
-    own = _ends(one.op_name) == "custom_partitioning"  # its user's rule wrote this, and no jaxpr has it
-    cause = "the partition rule of a custom_partitioning" if own else _cause(one, written)
+    last = _ends(one.op_name)
+    # Its user's rule wrote this, or types on Explicit axes ask for it, of which a plan says more.
+    own = last == "custom_partitioning" or (last == "reshard" and not planned)
+    cause = "the partition rule of a custom_partitioning" if last == "custom_partitioning" else _cause(one, written)
     found = {
         **_alike_fields(one),
         "bytes": nbytes,
@@ -321,7 +325,8 @@ def _cause(one: Collective, written: Written | None) -> str:
     boundary = [entry for entry in boundary if entry.source is not None and entry.bytes != 0]
     moved = [entry for entry in boundary if entry.where in ("", one.where)]
     if last in _PLACED and moved:
-        return "moved to enter a kernel: " + "; ".join(dict.fromkeys(map(moved_text, _fitting(one, moved))))
+        why = "" if last == "reshard" else "moved to enter a kernel: "
+        return why + "; ".join(dict.fromkeys(map(moved_text, _fitting(one, moved))))
     if last in _PLACED:
         return "moved to enter or leave a kernel" if last == "shard_map" else f"moved for a {last.replace('_', ' ')}"
     operation = re.sub(r"[^\w].*", "", last)

@@ -30,6 +30,7 @@ from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 _KINDS = {primitive: kind for kind, primitives in records.PRIMITIVES.items() for primitive in primitives}
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
 _FOUND = ("collectives", "boundary", "islands", "per_shard", "constraints", "windows")  # as `Written` has it
+_ASKED = "out_sharding= of a product"
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
 
 
@@ -50,10 +51,12 @@ class Walk(Domain):
 
     Args:
       sizes: The mesh: axis sizes in mesh order.
+      asks: Whether the sums that `out_sharding=` asks for are among what is written; else a plan has them.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], *, asks: bool = False) -> None:
         super().__init__()
+        self._asks = asks
         self.sizes = dict(sizes)
         self.site = _Site()
         self.wanted: dict[str, Placement] = {}  # where the first kernel that an argument enters wants it
@@ -311,36 +314,60 @@ class Walk(Domain):
         devices = len(groups[0]) if groups else axes_product(axes, sizes)
         if devices == 1 or not site.times:  # a ring of two devices has a loop of no rounds
             return self._moves(eqn, operands)
-        names = self._names(eqn)
-        primitive: str = eqn.primitive.name
-        kind = _KINDS.get(primitive, primitive)
+        kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+        sent = eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars
+        self._send(eqn, kind, axes, devices, [(shape_of(one), one.aval) for one in sent])
+        return self._moves(eqn, operands)
+
+    def _product(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
+        """On Explicit axes `out_sharding=` asks for the sum over what the operands are divided along."""
+        sharding, [result] = eqn.params["out_sharding"], eqn.outvars
+        if self._asks and sharding is not None and sharding.mesh.are_all_axes_explicit and not self.site.manual:
+            (sides, _), left = eqn.params["dimension_numbers"], _compat.unreduced_spec(sharding.spec)
+            lie = [(typed_place(atom.aval, self.sizes) or (), dims) for atom, dims in zip(eqn.invars, sides, strict=True)]
+            summed = {axis for place, dims in lie if place for d in dims for axis in place[d]} - {*left}
+            axes = tuple(axis for axis in self.sizes if axis in summed)
+            place = places.of_spec(sharding.spec, len(shape_of(result)), self.sizes) or ()
+            parts = (axes_product([a for a in dim if a not in summed], self.sizes) for dim in place)
+            shape = tuple(n // k for n, k in zip(shape_of(result), parts, strict=True))
+            if axes:
+                self._send(eqn, "psum", axes, axes_product(axes, self.sizes), [(shape, result.aval)], _ASKED)
+        return self.step(eqn, operands)
+
+    def _send(
+        self, eqn: Equation, kind: str, axes: Sequence[str], devices: int, arrays: Sequence[Any], asked: str = ""
+    ) -> None:
+        """Note that something is sent: arrays, each with its local shape, by a collective of its own."""
+        site, names, primitive = self.site, self._names(eqn), eqn.primitive.name
         recomputed = ("Scope", "rematted_computation") in names
         transposed = _compat.is_backward(names)
         call = _call_around(names)
-        added = transposed and not recomputed
+        maps = [i for i, one in enumerate(self.callers) if one.primitive.name == "shard_map"]
+        ruled = transposed and _compat.is_of_rule((eqn, *self.callers[maps[-1] + 1 if maps else 0 :]), names)
+        added = transposed and not recomputed and not ruled
         found = self._found["collectives"]
-        for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
+        for shape, aval in arrays:
             for window in self._windows_around(names, moves=True):
                 window.collectives.append(len(found))
             self._work.collectives[len(found)] = site.times
+            nbytes = math.prod(shape) * size_bytes(aval) // max(math.prod(aval.shape), 1)
             found[len(found)] = records.WrittenCollective(
                 kind=kind,
-                axes=axes,
+                axes=tuple(axes),
                 group_size=devices,
-                bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
+                bytes=sent_bytes(kind, nbytes, devices),
                 count=round(site.times * site.share),
                 exact=site.exact,
-                text=call or _raw_text(primitive, kind, axes, added),
+                text=asked or call or _raw_text(primitive, kind, axes, added),
                 where=self._line(eqn),
                 phase="backward" if transposed else "forward",
                 recomputed=recomputed,
-                implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
+                implicit=kind == "psum" and not asked and (added or (bool(call) and call.verb not in _REDUCES)),
                 branch=site.branch,
-                dtype=dtype_name(operand.aval),
-                shape=shape_of(operand),
+                dtype=dtype_name(aval),
+                shape=shape,
                 primitive=primitive,
             )
-        return self._moves(eqn, operands)
 
     @property
     def _share(self) -> float:
@@ -486,6 +513,7 @@ Walk.rules = {
     **dict.fromkeys(_OPAQUE, Walk.unread),
     "sharding_constraint": Walk._constrained,
     "reshard": Walk._resharded,
+    "dot_general": Walk._product,
     "spmd_layout": Walk._marked,
     "spmd_fused": Walk._fused,
 }

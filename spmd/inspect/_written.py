@@ -24,7 +24,7 @@ from spmd.inspect._values import Value, size_bytes
 from spmd.inspect._walk import Walk
 
 
-def written(program: Program, sizes: Mapping[str, int]) -> Written:
+def written(program: Program, sizes: Mapping[str, int], *, asks: bool = False) -> Written:
     """The written view of a program; see `Written`.
 
     Equations that no result needs are left out first, as the compiler does. The compiled program may still differ: XLA
@@ -34,10 +34,11 @@ def written(program: Program, sizes: Mapping[str, int]) -> Written:
     Args:
       program: The program, which was traced.
       sizes: The sizes of the axes of its mesh.
+      asks: Whether the sums that `out_sharding=` asks for are among what is written; else the compiler's plan has them.
     """
     inner, consts = opened(program.called)
     jaxpr = _compat.live_jaxpr(inner)
-    walk = Walk(sizes)
+    walk = Walk(sizes, asks=asks)
     values = [Value(_lies(leaf, sizes), label) for label, leaf in _inputs(program, len(jaxpr.invars))]
     outs = walk.read(jaxpr, values, dict(zip(jaxpr.constvars, consts, strict=False)))
     held = [v.place if isinstance(v.place, tuple) else walk.wanted.get(v.label) for v in values]
