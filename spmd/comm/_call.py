@@ -329,9 +329,9 @@ class Call:
         marked = inputs[index]
         whole = marked.without(*marked.unreduced)
         left = self._text(*(whole if i == index else layout for i, layout in enumerate(inputs)))
-        right = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
+        results = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
         first = self.first("psum", marked, whole, index=index)
-        return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
+        return self.around(first, left, *([self._text(*results)] if self.pattern.arrow else []), index=index)
 
     def complete(self, rule: str, index: int = 0) -> None:
         """Refuse an operand that is a partial sum, and say which psum comes first."""

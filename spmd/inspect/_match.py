@@ -299,10 +299,10 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None, planned: bool)
     whole = sum(piece.elements for piece in pieces) == sum(math.prod(shape) for _, shape in one.operands)
     nbytes = one.bytes if whole else sum(piece.bytes for piece in pieces)
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
-    last = _ends(one.op_name)
-    # Its user's rule wrote this, or types on Explicit axes ask for it, of which a plan says more.
-    own = last == "custom_partitioning" or (last == "reshard" and not planned)
-    cause = "the partition rule of a custom_partitioning" if last == "custom_partitioning" else _cause(one, written)
+    own = _ends(one.op_name) == "custom_partitioning"  # its user's rule wrote this, and no jaxpr has it
+    cause = "the partition rule of a custom_partitioning" if own else _cause(one, written)
+    if not planned and (asked := _reshard_of(one, written)) is not None:  # a plan says more of it
+        own, cause = True, moved_text(asked)
     found = {
         **_alike_fields(one),
         "bytes": nbytes,
@@ -325,8 +325,7 @@ def _cause(one: Collective, written: Written | None) -> str:
     boundary = [entry for entry in boundary if entry.source is not None and entry.bytes != 0]
     moved = [entry for entry in boundary if entry.where in ("", one.where)]
     if last in _PLACED and moved:
-        why = "" if last == "reshard" else "moved to enter a kernel: "
-        return why + "; ".join(dict.fromkeys(map(moved_text, _fitting(one, moved))))
+        return "moved to enter a kernel: " + "; ".join(dict.fromkeys(map(moved_text, _fitting(one, moved))))
     if last in _PLACED:
         return "moved to enter or leave a kernel" if last == "shard_map" else f"moved for a {last.replace('_', ' ')}"
     operation = re.sub(r"[^\w].*", "", last)
@@ -335,6 +334,13 @@ def _cause(one: Collective, written: Written | None) -> str:
     cause = f"the compiler's own, for {operation}" if operation else "the compiler's own; it does not say for what"
     likely = dict.fromkeys(moved_text(entry) for entry in boundary if _holds(one, entry))
     return f"{cause}; perhaps to move {' or '.join(list(likely)[:2])}" if likely else cause
+
+
+def _reshard_of(one: Collective, written: Written | None) -> Boundary | None:
+    """The `reshard` on Explicit axes that asks for a collective: by its name, or by its line and its bytes."""
+    asking = [entry for entry in (written.boundary if written else ()) if entry.text.startswith("reshard: ")]
+    named = _ends(one.op_name) == "reshard"
+    return next((e for e in asking if e.where == one.where and (named or e.bytes == one.bytes)), None)
 
 
 def _fitting(one: Collective, moved: Sequence[Boundary]) -> Sequence[Boundary]:

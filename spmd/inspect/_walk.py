@@ -65,6 +65,7 @@ class Walk(Domain):
         self._switches: list[tuple[Turns | None, list[Work]]] = []  # that the walk is in, and what their branches spend
         self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
         self._constants: Mapping[Any, Any] = {}
+        self._captured: dict[int, int] = {}  # bytes of each, on one device
         self._exact = True
         self.has_kernels = False  # as `spmd.fused` says
 
@@ -75,9 +76,9 @@ class Walk(Domain):
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
 
-    def local_bytes(self, var: Variable) -> float:
-        """Bytes on one device of a variable outside kernels, once the walk was there."""
-        [size] = self._sizes([var], [self.known.get(var, Value())])
+    def local_bytes(self, var: Variable, *, host: bool = False) -> float:
+        """Bytes on one device, or of its part on the host, of a variable outside kernels, once the walk was there."""
+        [size] = self._sizes([var], [self.known.get(var, Value())], host=host)
         return size
 
     def written(self, **memory: Any) -> Written:
@@ -85,13 +86,21 @@ class Walk(Domain):
         found: dict[str, Any] = {name: tuple(ones.values()) for name, ones in self._found.items()}
         flops, matmul_flops, traffic = (self._work.total(what) for what in ("flops", "matmul_flops", "traffic"))
         spent = flops, matmul_flops, round(traffic.pop("", 0.0)), traffic, self._exact
+        memory["constants_bytes"] = sum(self._captured.values())
+        again, first = (self._work.total(f"{what}_flops") for what in ("again", "first"))
+        memory["again_flops"] = {dtype: min(n, first.get(dtype, 0.0)) for dtype, n in again.items()}
         return Written(found.pop("collectives"), self.sizes, *spent, **found, **memory, work=self._work)
 
     # --- values -------------------------------------------------------------------------------------------
 
     def constant(self, var: Variable | None, value: Any) -> Value:
+        value = self._constants.get(var, value)
+        lies = of_sharding(getattr(value, "sharding", None), np.ndim(value), self.sizes)
+        place = None if self.site.manual or isinstance(lies, str) else lies  # each device has what a body closes over
+        count = places.local_count(np.shape(value), place, self.sizes)
+        self._captured[id(value)] = count * getattr(getattr(value, "dtype", None), "itemsize", 0)
         [one] = self._stand([var])
-        return replace(one, table=_integers_of(self._constants.get(var, value)))
+        return replace(one, table=_integers_of(value))
 
     def literal(self, atom: Variable) -> Value:
         return Value(ANYWHERE, table=_integers_of(atom.val))
@@ -314,7 +323,8 @@ class Walk(Domain):
         devices = len(groups[0]) if groups else axes_product(axes, sizes)
         if devices == 1 or not site.times:  # a ring of two devices has a loop of no rounds
             return self._moves(eqn, operands)
-        kind = _KINDS.get(eqn.primitive.name, eqn.primitive.name)
+        primitive: str = eqn.primitive.name
+        kind = _KINDS.get(primitive, primitive)
         sent = eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars
         self._send(eqn, kind, axes, devices, [(shape_of(one), one.aval) for one in sent])
         return self._moves(eqn, operands)
@@ -324,7 +334,9 @@ class Walk(Domain):
         sharding, [result] = eqn.params["out_sharding"], eqn.outvars
         if self._asks and sharding is not None and sharding.mesh.are_all_axes_explicit and not self.site.manual:
             (sides, _), left = eqn.params["dimension_numbers"], _compat.unreduced_spec(sharding.spec)
-            lie = [(typed_place(atom.aval, self.sizes) or (), dims) for atom, dims in zip(eqn.invars, sides, strict=True)]
+            lie = [
+                (typed_place(atom.aval, self.sizes) or (), dims) for atom, dims in zip(eqn.invars, sides, strict=True)
+            ]
             summed = {axis for place, dims in lie if place for d in dims for axis in place[d]} - {*left}
             axes = tuple(axis for axis in self.sizes if axis in summed)
             place = places.of_spec(sharding.spec, len(shape_of(result)), self.sizes) or ()
@@ -339,7 +351,7 @@ class Walk(Domain):
     ) -> None:
         """Note that something is sent: arrays, each with its local shape, by a collective of its own."""
         site, names, primitive = self.site, self._names(eqn), eqn.primitive.name
-        recomputed = ("Scope", "rematted_computation") in names
+        recomputed = records.AGAIN in names
         transposed = _compat.is_backward(names)
         call = _call_around(names)
         maps = [i for i, one in enumerate(self.callers) if one.primitive.name == "shard_map"]
@@ -382,8 +394,13 @@ class Walk(Domain):
         if flops:
             matmul = _values.is_matmul(eqn)
             dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
-            windows = self._windows_around(self._names(eqn), moves=False)
+            names = self._names(eqn)
+            windows = self._windows_around(names, moves=False)
             counts = [self._work.matmul_flops, *(window.flops for window in windows)] if matmul else []
+            if matmul and records.AGAIN in names:
+                counts.append(self._work.again_flops)
+            elif matmul and not _compat.is_backward(names):
+                counts.append(self._work.first_flops)
             for count in (self._work.flops, *counts):
                 count[dtype] += flops * self._share * self.site.times
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
@@ -437,7 +454,7 @@ class Walk(Domain):
 
     def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[records.Window]:
         """The calls of `meanwhile` that compute this, or in which it travels."""
-        again = ("Scope", "rematted_computation") in names
+        again = records.AGAIN in names
         phase, found = "recomputed" if again else "backward" if _compat.is_backward(names) else "forward", []
         for _, name in names:
             if isinstance(name, WindowName) and (name.moves is name) == moves:
@@ -452,14 +469,14 @@ class Walk(Domain):
         self._work.traffic[""] += sum(both) * self.site.times
         return self._stand(eqn.outvars, outs)
 
-    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
+    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value], *, host: bool = False) -> list[float]:
         """Bytes on one device: by its place where that is known; else the devices share what no kernel has divided."""
         share, sizes = self._share, []
         for atom, value in zip(atoms, values, strict=True):
             shape, part = shape_of(atom), share
             if not self.site.manual and value.place not in (None, ANYWHERE):
                 part = places.local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
-            sizes.append(size_bytes(atom.aval) * part)
+            sizes.append(size_bytes(atom.aval, host=host) * part)
         return sizes
 
     def _stand(

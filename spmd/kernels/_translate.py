@@ -129,7 +129,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
     if fact.kind in ("layout", "pattern"):
         rule = f"{fact.axis} takes a string after its arrays. It names their dimensions and the mesh axes."
         advice = "the layout before, and behind an arrow that after" if fact.kind == "pattern" else "the layout"
-        return LayoutError(rule, **shown, got=got, advice=_example(fact.axis) or advice)
+        return LayoutError(rule, **shown, got=got, advice=_example(f"{fact.axis}") or advice)
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     advice = 'spmd.opaque(fn, "in -> out") around a function that calls it, which says it for the call'
     return ModeError(rule, **shown, got=got, advice=advice)
@@ -181,7 +181,9 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     )
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]
     axes = ",".join(frame.in_mesh_order({axis for one in carries for axis in one.varying})) or "..."
-    zeros = 'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of'
+    zeros = (
+        'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of'
+    )
     marks = f"{{U:{axes}}} where it becomes a partial sum, {{R:{axes}}} where it becomes a gathered copy"
     advice = [f"{zeros} its layout, and of its mark: {marks}", f"in the step, psum over {axes} what is a term of a sum"]
     if not all(one.constant for one in carries):  # spmd.zeros, or a value that lies somewhere, has begun it

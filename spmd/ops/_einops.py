@@ -180,7 +180,7 @@ def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> Non
         f"the right. That is {verb}.",
         at=first.span,
         got=[*([short] if short else []), call.frame.describe()],
-        fix=before and call.around(before, moved, call.dst),
+        fix=None if moved is None or before is None else call.around(before, moved, call.dst),
     )
 
 

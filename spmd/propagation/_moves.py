@@ -400,7 +400,6 @@ class Reader:
             )
         return f"{name} takes it so"
 
-
     def _asked_sum(self, eqn: Any) -> str:
         """Return what the types say of a sum over devices."""
         if id(eqn) not in self._typed:
