@@ -399,8 +399,24 @@ BACKWARD = "transpose(jvp("
 
 def is_backward(names: Iterable[tuple[str, str]]) -> bool:
     """Return whether names around an equation, as `name_stack` gives them, say that it belongs to a backward pass."""
+    return _transposes(names) > 0
+
+
+def _transposes(names: Iterable[tuple[str, str]]) -> int:
     pairs = itertools.pairwise(names)
-    return any(pair == (("Transform", "transpose"), ("Transform", "jvp")) for pair in pairs)
+    return sum(pair == (("Transform", "transpose"), ("Transform", "jvp")) for pair in pairs)
+
+
+def is_of_rule(eqns: Iterable[Any], names: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a rule of `custom_vjp` made an equation of a backward pass, and JAX did not transpose it. JAX says
+    of what a rule does where the function with the rule was called.
+
+    Args:
+      eqns: The equation, and those that hold it.
+      names: The names around it.
+    """
+    binds = ([code.co_name for code, _ in call_stack(eqn) if code.co_name.startswith("process_")] for eqn in eqns)
+    return _transposes(names) == 1 and any(one[:1] == ["process_custom_vjp_call"] for one in binds)
 
 
 # Functions of JAX that begin a backward pass.

@@ -35,6 +35,11 @@ class Carry:
         """The mesh axes on which it varies after one step, and not before."""
         return _varying(self.after) - _varying(self.before)
 
+    @property
+    def constant(self) -> bool:
+        """Whether it is equal on all axes before the loop, as what `jnp.zeros` makes."""
+        return not _varying(self.before)
+
 
 @dataclass(frozen=True, slots=True)
 class Told:

@@ -9,7 +9,7 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,8 +19,8 @@ from spmd import _compat
 from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import is_of_library, is_transposed, line_of
 from spmd._jaxprs.primitives import of_verbs
-from spmd._jaxprs.walker import Domain, Equation, Held, Role, Variable, axes_of, held, opened, walk
-from spmd.language import Layout, axes_tuple
+from spmd._jaxprs.walker import Domain, Equation, Held, Role, Variable, axes_of, held, opened, shape_of, walk
+from spmd.language import Layout, Size, axes_tuple, bind
 
 # What makes a value equal along its axes, and what makes it different.
 EQUAL = of_verbs("psum", "pmax", "pmin")
@@ -129,6 +129,10 @@ class History(Domain):
         self._names = ()
 
     # --- questions
+
+    def sizes(self, mesh: Mapping[str, int]) -> Mapping[str, Size]:
+        """The sizes of the names of the arguments."""
+        return bind([(n, shape_of(v), lies) for v, (n, lies) in self.arguments.items()], mesh, local=True).sizes
 
     def behind(self, atom: Variable, stop: Callable[[Any, tuple[Any, ...]], bool] | None = None) -> Iterator[Any]:
         """The variables that a value is made of, nearest first. `stop(eqn, callers)` ends the way back."""

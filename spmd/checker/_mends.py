@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import permutations
 from typing import Any
 
 from jax.extend.core import Literal
@@ -19,8 +20,9 @@ from spmd.checker._history import Call, Origin, call_around, given_to
 from spmd.checker._made import Made, Place, is_moved, lying, operation_of, place_of, reduction_of
 from spmd.checker._state import HIDDEN, Pending, State, axes_of_dim
 from spmd.comm._keywords import axes_in, keyword_for, works_along
+from spmd.comm._marks import same_axes
 from spmd.errors import Fix, if_possible
-from spmd.language import Atom, Layout, Pattern, verb_for
+from spmd.language import Atom, Layout, Pattern, call_between, no_room
 
 MEANT = 'spmd.per_shard("why") if each shard is meant'
 
@@ -40,7 +42,7 @@ COMPLETED = {
     "term": "lax.psum_scatter over {along} in place of the slice",
     "slice": "this slices each device's own block: gather it over {along} first, or spmd.take the rows of the whole",
     "concatenate": "this joins each device's own blocks: gather them over {along} first, or stack on a new dimension",
-    "index": 'spmd.take; or subtract where this block starts from the index, spmd.offset("<name>/<axis>")',
+    "index": "spmd.take, which takes rows of the whole; or gather the dimension over {along} first",
 }
 
 
@@ -49,7 +51,7 @@ def completed(walk: Any, pending: Sequence[Pending]) -> str:
     kinds = {p.kind for p in pending}
     along = listed(list(dict.fromkeys(p.axis for p in pending)))
     told = [COMPLETED[kind] for kind in COMPLETED if kind in kinds]
-    named = [_of_a_call(walk, p) for p in pending]
+    named = [_of_a_call(walk, p) or _set_in_the_whole(walk, p) for p in pending]
     otherwise = "gather the dimension first, or use the operation of spmd that takes a divided one"
     [how, *_] = [*filter(None, named), *told, otherwise]
     return f"{how.format(along=along)}; {MEANT}"
@@ -63,6 +65,19 @@ def _of_a_call(walk: Any, pending: Pending) -> str | None:
     if call.namesake is None and not any(call.is_of(call_around(one, around)) for one, _, around in later):
         return None
     return of_the_whole(walk, eqn.invars, call, [pending.axis])
+
+
+@if_possible
+def _set_in_the_whole(walk: Any, pending: Pending) -> str | None:
+    """Return what to write for elements that are set by their index: all devices ask which of their own are meant."""
+    eqn, _ = walk.made_pending[pending.at]
+    if not eqn.primitive.name.startswith(("scatter", "dynamic_update_slice")):
+        return None
+    dims = walk.known[eqn.invars[0]].dims
+    [at] = [d for d, dim in enumerate(dims) if pending.axis in axes_of_dim(dim)]
+    behind = "" if len(dims) == 1 else f"[{', '.join(':' if d == at else 'None' for d in range(len(dims)))}]"
+    index = f'spmd.iota("<name>/{"/".join(axes_of_dim(dims[at]))}"){behind}'
+    return f"jnp.where({index} == <the index>, <what is set>, x), where iota counts in the whole"
 
 
 @if_possible
@@ -81,7 +96,7 @@ def as_it_says(walk: Any, eqn: Equation, place: Place | None) -> Fix | None:
     layout, made = eqn.params["layout"].without_brackets(), place.made
     if made is None or made.op == "sum":
         have = place.like(layout)
-        return None if have is None else between(eqn, have, layout, place.name)
+        return None if have is None else between(walk, eqn, have, layout, place.name)
     kept = [dim.axes for i, dim in enumerate(made.layout.dims) if i not in made.dims] if made.layout else None
     if made.name is None or kept != [dim.axes for dim in layout.dims] or made.axes & {*layout.axes}:
         return None
@@ -103,13 +118,16 @@ def _of_argument(made: Made, call: str, keeps: bool = False) -> Fix | None:
 
 
 @if_possible
-def between(eqn: Equation, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
-    """The verb from one layout to another, on the value of a marker."""
-    verb = verb_for(have, wanted)
-    if verb == "nothing":
-        return None
-    shown = name or eqn.params.get("value", "x")
-    return Fix(verb, (shown,), f"{written(eqn, have)} -> {written(eqn, wanted)}")
+def between(walk: Any, eqn: Equation, have: Layout, wanted: Layout, name: str | None = None) -> Fix | None:
+    """The call from one layout to another, on the value of a marker, if its sizes have room for that. The names of
+    `have` are those of `wanted`: in another order they may be those that the value has."""
+    shape, known = shape_of(eqn.invars[0]), walk.history.sizes(walk.sizes)
+    room = lambda lies: no_room(lies, wanted, shape, walk.sizes, known=known) is None
+    if not room(have):
+        orders = (Layout.from_dims(one, have.unreduced, have.reduced) for one in permutations(wanted.dims))
+        have = next(lies for lies in orders if same_axes(lies, have) and room(lies))
+    make = lambda verb, shown, src, dst: Fix(verb, (shown,), f"{written(eqn, src)} -> {written(eqn, dst)}")
+    return call_between(have, wanted, name or eqn.params.get("value", "x"), make)
 
 
 @if_possible

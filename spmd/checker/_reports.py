@@ -35,7 +35,8 @@ def summed_by_gradient(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     at = f", at {line}" if (line := gradient_line(eqn)) else ""
     got = (f"the sum: {eqn.outvars[0].aval.dtype}[{shape}], of what each device along {along} computes{at}",)
     advice = (
-        f'spmd.value_and_grad(fn, loss="{{U:{marks}}}") in place of jax.grad, if each device has a term of the loss;\n'
+        'of a mean: spmd.value_and_grad(fn), where fn ends in spmd.reduce(x, "<its layout> -> scalar", "mean");\n'
+        f'of a sum, of which each device has a term: spmd.value_and_grad(fn, loss="{{U:{marks}}}");\n'
         f'x = spmd.defer(x, "... -> ... {{R:{marks}}}") before it, if each device keeps its own gradient'
     )
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
@@ -289,7 +290,7 @@ def partial_claimed_divided(walk: Any, eqn: Equation, dim: int, axes: Sequence[s
     shown, along = _dim(eqn, dim), mend.listed(axes)
     rule = f'"{shown}" says that each device along {along} holds a block, but each holds a partial sum.'
     before = mend.changed(layout, drop=axes, unreduced={*layout.unreduced, *axes})
-    return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), mend.between(eqn, before, layout))
+    return _at_marker(walk, eqn, rule, layout.dims[dim].span, (), mend.between(walk, eqn, before, layout))
 
 
 def claimed_partial(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
@@ -316,7 +317,7 @@ def unexpected_partial(walk: Any, eqn: Equation, state: State, axes: Sequence[st
     place = mend.place_at(walk, eqn)
     summed = place is not None and place.made is not None and place.made.op == "sum"
     if summed or walk.history.declared(eqn.invars[0], axes):
-        fix = mend.between(eqn, mend.changed(whole, unreduced={*whole.unreduced, *axes}), whole)
+        fix = mend.between(walk, eqn, mend.changed(whole, unreduced={*whole.unreduced, *axes}), whole)
     else:
         fix = mend.as_it_says(walk, eqn, place)
     advice = None if fix else mend.what_it_may_be(eqn, axes, place)
@@ -389,7 +390,7 @@ def _lies_otherwise(walk: Any, eqn: Equation, state: State, have: Layout | None,
     gathers = [line_of(o.eqn, o.callers) for axis in wrong for o in walk.history.gathers(eqn.invars[0], axis)]
     got = [*mend.reasons(walk, eqn.invars[0], [a for a in wrong if a in have.axes])]
     got += [f"gathered at {line}" for line in dict.fromkeys(gathers) if line]
-    fix = mend.between(eqn, have, layout, place and place.name)
+    fix = mend.between(walk, eqn, have, layout, place and place.name)
     return _at_marker(walk, eqn, rule, _span(eqn.params["layout"]), got, fix)
 
 

@@ -50,8 +50,9 @@ from spmd.language import (
     axes_product,
     axis_span,
     bind,
+    call_between,
     indivisible,
-    verb_for,
+    no_room,
     with_axes_of,
     with_axis,
 )
@@ -124,8 +125,10 @@ def open_call(
         rule, fix = f"the {what} is a string, not {kind_of(pattern)}.", None
         if first is not None:
             rule = f"{'the key comes' if name.startswith('random.') else 'arrays come'} first, then the {what}."
-        if first is not None and also is not None:
-            fix = Fix(name, shown or operand_names(name, len(arrays)), first, {**also, **binds})
+        rest = [one for one in (*arrays, pattern) if not isinstance(one, str)]
+        if first is not None and also is not None and len(rest) == len(arrays):
+            how = {"inputs": inputs, "outputs": outputs, "arrow": arrow, "frame": frame, "example": example}
+            fix = _in_order(name, first, binds, arrays=rest, also=also, shown=shown, **how)
         raise LayoutError(rule, call=f"{name}(...)", fix=fix, advice=None if fix else f"as in {example}")
     text = call_text(name, pattern, len(arrays))
     if arrow and isinstance(pattern, str) and pattern.strip() in frame.axis_names:  # as the collectives of `jax.lax`
@@ -238,14 +241,18 @@ class Call:
     ) -> Any:
         """The result of this call for each leaf of a pytree: what `compute` makes of it, in the call's scope."""
 
-        def leaf(value: Any) -> Any:
+        def leaf(path: Any, value: Any) -> Any:
             own = self.fork()
-            operand = own.operand(value, margins=margins)
+            operand = own.operand(value, margins=margins, name=self.label(path))
             with self.scope():
                 out = compute(own, operand)
             return own.result(out, layout)
 
-        return jax.tree.map(leaf, x)
+        return jax.tree.map_with_path(leaf, x)
+
+    def label(self, path: Any) -> str | None:
+        """Return how messages call a leaf of a tree of arrays. None where the array is no tree."""
+        return f"{self._shown(0)}{jax.tree_util.keystr(path)}" if path else None
 
     # --- errors -------------------------------------------------------------------------------------------
 
@@ -287,6 +294,24 @@ class Call:
         return self._fix(verb, (of or self._shown(index),), sides, {})
 
     @if_possible
+    def way(self, src: Layout, dst: Layout, *, index: int = 0, of: str | None = None, **how: Any) -> Fix | None:
+        """The call that takes one operand from one layout to another, where its sizes have room for that. `how` are the
+        keywords of a verb that gathers."""
+        if self.no_room(src, dst, index):
+            return None
+
+        def make(verb: str, shown: str | Fix, *sides: Layout) -> Fix:
+            return self._fix(verb, (shown,), sides, how if verb in ("all_gather", "relayout") else {})
+
+        return call_between(src, dst, of or self._shown(index), make)
+
+    def no_room(self, src: Layout, dst: Layout, index: int = 0) -> str | None:
+        """Return why one operand cannot be moved from one layout to another."""
+        shape = self.shapes[index] if index < len(self.shapes) else None
+        how = {"known": self.frame.known, "local": self.frame.explicit}
+        return None if shape is None else no_room(src, dst, shape, self.mesh, **how)
+
+    @if_possible
     def around(self, first: Fix | None, *sides: Layout | str, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
         """This call again with another pattern, of an operand that the call `first` makes. If the other arguments are
         unknown, there are two fixes: that call and the pattern."""
@@ -298,15 +323,15 @@ class Call:
         return replace(again, operands=(*again.operands[:index], first, *again.operands[index + 1 :]))
 
     @if_possible
-    def summed_first(self, index: int = 0) -> Fix | tuple[Fix | str, ...] | None:
-        """This call of an operand that a psum has completed."""
-        inputs, outputs = self.pattern.inputs, self.pattern.outputs
+    def summed_first(self, index: int = 0, right: Layout | None = None) -> Fix | tuple[Fix | str, ...] | None:
+        """This call of an operand that a psum has completed, with another right side if one is given."""
+        inputs, outputs = self.pattern.inputs, self.pattern.outputs if right is None else (right,)
         marked = inputs[index]
         whole = marked.without(*marked.unreduced)
         left = self._text(*(whole if i == index else layout for i, layout in enumerate(inputs)))
-        right = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
+        results = [layout.without(*(set(marked.unreduced) & set(layout.unreduced))) for layout in outputs]
         first = self.first("psum", marked, whole, index=index)
-        return self.around(first, left, *([self._text(*right)] if self.pattern.arrow else []), index=index)
+        return self.around(first, left, *([self._text(*results)] if self.pattern.arrow else []), index=index)
 
     def complete(self, rule: str, index: int = 0) -> None:
         """Refuse an operand that is a partial sum, and say which psum comes first."""
@@ -361,7 +386,9 @@ class Call:
     def _shown(self, index: int) -> str:
         return self.shown[index] if index < len(self.shown) else "x"
 
-    def _fix(self, verb: str, shown: tuple[str, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]) -> Fix:
+    def _fix(
+        self, verb: str, shown: tuple[str | Fix, ...], sides: Sequence[Layout | str], keywords: dict[str, Any]
+    ) -> Fix:
         own = verb == self.name
         texts = [one if isinstance(one, str) else self._text(one if own else one.without_brackets()) for one in sides]
         # Sizes that the call was given and another call needs too, because no dimension tells them.
@@ -377,7 +404,8 @@ class Call:
         if inputs is not None and len(left) != inputs:
             arrays = f"{inputs} array{'s' * (inputs != 1)}"
             layouts = f"{len(left)} layout{'s' * (len(left) != 1)}"
-            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.")
+            one_by_one = "each array is an argument of its own" if None in self.shapes else None
+            self.fail(f"{self.name} was given {arrays}, and the left side has {layouts}.", advice=one_by_one)
         if outputs is not None and self.pattern.arrow and len(right) != outputs:
             self.fail(f"{self.name} gives {outputs} array, and the right side has {len(right)} layouts.")
 
@@ -495,15 +523,18 @@ class Call:
         if not margins:
             self.no_margins(layout)
         label = name or (f"operand {index}" if len(self.pattern.inputs) > 1 else "the array")
+        stacked = f", {len(x)} arrays of a {type(x).__name__} as one" if isinstance(x, tuple | list) else ""
         x = as_array(x, label, self.fail)
+        self.shapes = (*self.shapes[:index], x.shape, *self.shapes[index + 1 :])  # of a tree, those of this leaf
         known = tag_of(x)
         told = known is not None and same_axes(known.layout, layout) is True
         bound = bind([(label, x.shape, layout)], self.mesh, known=self.sizes, local=self.frame.explicit, together=True)
         fault = bound.faults[0] if bound.faults else None
         here = " on each device" if self.frame.explicit else ""
-        got = [f"{label}: shape {x.shape}{here}"]
+        got = [f"{label}: shape {x.shape}{here}{stacked}"]
         if isinstance(fault, WrongRank):
-            self.misfit(fault, got, fix=self._spaced() if fault.advice else None)
+            fault = replace(fault, shape=()) if stacked else fault  # and no gather has made its first dimension
+            self.misfit(fault, got, fix=self._spaced() if fault.unspaced else None)
         # The placement is checked first, because a wrong axis explains a wrong size, and not the reverse.
         if known is not None and not told:
             self._check_tag(known, layout, label, index)
@@ -611,14 +642,10 @@ class Call:
         rule, at = f'{label} holds "{have.short}", and is read as "{written.short}".', layout.dims[position].span
         got = [f'"{have.short}": {origin}', self.frame.describe()]
         wanted, meant = _with_axes(have, layout), _with_axes(layout, have)
-        fix = (
-            None
-            if wanted is None or _misaligned(have, layout)
-            else self.first(verb_for(have, wanted), have, wanted, index=index, of=name)
-        )
+        fix = None if wanted is None or _misaligned(have, layout) else self.way(have, wanted, index=index, of=name)
         if (named := self._named(have, layout)) is not None:
             self.refuse(rule, at=at, got=got, fix=named, advice='"_" is a whole dimension')
-        if fix is not None and fix.verb == "split" and (short := self._too_few(have, wanted or have)) is not None:
+        if fix is None and wanted is not None and (short := self.no_room(have, wanted, index)) is not None:
             self.refuse(rule, at=at, got=[*got, short])
         told = self._keyword(layout.dims[position], have.dims[position].axes, fix)
         told = told or self._rather(fix, have, index, {*have.axes} - {*layout.axes})
@@ -657,16 +684,6 @@ class Call:
             for one in (self.src, self.dst)
         ]
         return self.paste(*sides)
-
-    @if_possible
-    def _too_few(self, have: Layout, wanted: Layout) -> str | None:
-        """Return why a dimension of a kernel's argument cannot be split."""
-        for dim, other in zip(have.dims, wanted.dims, strict=True):
-            size = None if dim.composite or dim.axes == other.axes else self.frame.known.get(dim.atoms[0].name)
-            fault = size and indivisible(dim.atoms[0].name, size.size, other.axes, self.mesh)
-            if fault:
-                return fault.rule
-        return None
 
     @if_possible
     def _keyword(self, dim: Dim, have: tuple[str, ...], fix: Fix | None) -> str | None:
@@ -779,6 +796,21 @@ class Call:
                 shape.append(math.prod(rest[:count]))
                 del rest[:count]
         return tuple(shape)
+
+
+@if_possible
+def _in_order(name: str, pattern: str, binds: Mapping[str, Any], **how: Any) -> Sequence[str | Fix]:
+    """A call with its arrays before its string. What would be wrong with that is mended too."""
+    arrays = how["arrays"]
+    again = Fix(name, how["shown"] or operand_names(name, len(arrays)), pattern, {**how["also"], **binds})
+    try:
+        call = open_call(name, pattern, binds, **how)
+        for i, x in enumerate(arrays):
+            call.operand(x, i, margins=True)
+    except SpmdError as error:
+        more = error.fault.fixes
+        return more if any(isinstance(one, Fix) and one.verb == name for one in more) else (again, *more)
+    return (again,)
 
 
 @functools.lru_cache(maxsize=4096)

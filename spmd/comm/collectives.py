@@ -17,7 +17,7 @@ from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
 from spmd.comm._planned import Prefer, axes_after, check_prefer, planned
 from spmd.errors import Fix
-from spmd.language import Layout, factors_of, verb_for, with_axes_of
+from spmd.language import Layout, factors_of, turned, verb_for, with_axes_of
 
 T = TypeVar("T")
 Axes = tuple[str, ...]
@@ -32,15 +32,8 @@ def check_sides(call: Call) -> None:
     appears."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     if [dim.names for dim in src.dims] != [dim.names for dim in dst.dims]:
-        before, after = [n for n, _ in factors_of(src)], [n for n, _ in factors_of(dst)]
-        fix, advice = None, "rearrange, repeat or reduce first"
-        if sorted(before) == sorted(after) and not any(d.composite or d.ellipsis for d in (*src.dims, *dst.dims)):
-            by_name = dict(zip(before, src.dims, strict=True))
-            turned = Layout.from_dims([by_name[n] for n in after], src.unreduced, src.reduced).short
-            fix, advice = call.paste(src, turned, name="rearrange"), None
-            if fix is not None and turned != dst.short:
-                verb = verb_for(Layout(turned), dst)
-                fix = Fix(verb, (fix,), f"{turned} -> {dst.short}", _to(call, verb))
+        fix = None if turned(src, dst) is None else call.way(src, dst, **dict(call.also or {}))
+        advice = None if fix else "rearrange, repeat or reduce first"
         call.fail(
             f"{call.name} keeps the dimensions and their order: both sides name the same ones.",
             got=[f"left: {src.short}", f"right: {dst.short}"],
@@ -69,7 +62,7 @@ def _same_sides(call: Call, src: Layout, rule: str) -> NoReturn:
         left = ', or write on the left how the array lies, as in "d/tp -> d"' if call.name == "all_gather" else ""
         call.refuse(rule, advice=f"leave the line out{_unmarked(call, src)}{left}")
     wanted = with_axes_of(have, src)
-    fix = None if wanted is None else call.first(verb_for(have, after := Layout.from_dims(wanted)), have, after)
+    fix = None if wanted is None else call.way(have, Layout.from_dims(wanted))
     call.refuse(rule, got=[f'the array holds "{have.short}"'], fix=fix)
 
 
@@ -95,7 +88,7 @@ def _check_pair(call: Call, verb: str) -> bool:
             _why(needed, verb, src, dst),
             at=_fault(src, dst),
             got=[call.frame.describe()],
-            fix=call.paste(src, dst, name=needed, **_to(call, needed)),
+            fix=call.way(src, dst, **dict(call.also or {})),
         )
     for a, b in zip(src.dims, dst.dims, strict=True):
         if (any(a.margin) or any(b.margin)) and (a.margin, a.axes) != (b.margin, b.axes):
@@ -103,11 +96,6 @@ def _check_pair(call: Call, verb: str) -> bool:
             advice = "cut the margins off first; stencil.halo makes new ones"
             call.fail(rule, at=(a if any(a.margin) else b).span, advice=advice)
     return needed != "nothing"
-
-
-def _to(call: Call, verb: str) -> dict[str, Any]:
-    """The keyword `to` for a verb that gathers, if the user said it."""
-    return dict(call.also or {}) if verb in ("all_gather", "relayout") else {}
 
 
 def _why(needed: str, verb: str, src: Layout, dst: Layout) -> str:

@@ -76,7 +76,7 @@ class Explanation(Report):
     @functools.cached_property
     def collectives(self) -> tuple[Communication, ...]:
         """The written collectives in program order, then those that nobody wrote."""
-        found = communications(self.written, self.compiled)
+        found = communications(self.written, self.compiled, planned=self.plan is not None)
         return found if self.plan is None else with_plan(found, self.plan, self.compiled is not None, self.left or None)
 
     @functools.cached_property
@@ -280,10 +280,12 @@ def _memory_rows(memory: Memory, machine: Hardware | None) -> list[Row]:
     share = "" if machine is None else f"{_share(total, machine.hbm_bytes)} of {si_text(machine.hbm_bytes, 'B')}"
     rows = [
         ("arguments", memory.arguments, ""),
+        ("constants", memory.constants or None, "arrays that functions close over"),
         ("outputs", memory.outputs, ""),
         ("temporaries", temporaries, unfused),
         ("donated", memory.aliased or None, "of the outputs lie in arguments"),
         ("about" if estimated else "together", total, share),
+        ("on the host", memory.host or None, "besides, in its own memory"),
     ]
     return [Row((name, bytes_text(size), text)) for name, size, text in rows if size is not None]
 
@@ -307,12 +309,18 @@ def _time_rows(time: Time, machine: Hardware, written: Written) -> list[Row]:
         why = f"{_share(time.idle, 1)}: another device runs a dearer branch"
         rows.append(("of it waiting", time.idle * time.serial, why))
     if time.serial:
-        of_peak = [f"{_share(time.compute, one)} of peak FLOP/s" for one in (time.overlapped, time.serial)]
+        of_peak = [_of_peak(time, one) for one in (time.overlapped, time.serial)]
         rows += [
             ("all overlaps", time.overlapped, f"{time.bound} binds, {of_peak[0]}"),
             ("nothing overlaps", time.serial, of_peak[1]),
         ]
     return [Row((name, seconds_text(seconds), text)) for name, seconds, text in rows]
+
+
+def _of_peak(time: Time, seconds: float) -> str:
+    """The share of the peak, and the one that is known as MFU, which does not count what is computed again."""
+    useful = f"; MFU, without what is computed again: {_share(time.compute - time.again, seconds)}"
+    return f"{_share(time.compute, seconds)} of peak FLOP/s{useful if time.again else ''}"
 
 
 def _window_rows(written: Written, machine: Hardware | None) -> list[Row]:
@@ -409,14 +417,14 @@ def explain(
     stats = _compiled(program, compiled, missing)
     found = program.mesh  # of some it is known once they are compiled
     sizes = {} if found is None else sizes_for(found, "")
-    written = None if program.jaxpr is None else read(program, sizes)
+    known = program.jaxpr is not None and isinstance(found, Mesh | AbstractMesh)
+    alone = known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))  # no kernel divides it
+    written = None if program.jaxpr is None else read(program, sizes, asks=not alone)
     if written is None:
         missing.append("written view: a lowered or compiled program has no strings; pass the function itself")
     report = None if stats is None else collectives_of_text(stats.as_text(), mesh=sizes or None)
     left = {} if program.jaxpr is None else left_axes(program.jaxpr)
     plan = None
-    known = program.jaxpr is not None and isinstance(found, Mesh | AbstractMesh)
-    alone = known and all(eqn.primitive.name != "shard_map" for eqn in equations(program.jaxpr))  # no kernel divides it
     if not hasattr(fn, "jaxpr") and (left or alone):
         from spmd.propagation import propagate  # which reads programs as this room does
 

@@ -140,12 +140,14 @@ def _laid_out(piece: _Piece, said: Sequence[_Wanted]) -> list[_Piece]:
     return [piece] if left else parts
 
 
-def communications(written: Written | None, compiled: Sequence[Collective] | None) -> tuple[Communication, ...]:
+def communications(
+    written: Written | None, compiled: Sequence[Collective] | None, *, planned: bool = False
+) -> tuple[Communication, ...]:
     """Return what a program sends: the written collectives in program order, then those that nobody wrote.
 
     A compiled collective belongs to a written one by the call's text, which JAX carries in the operation's name
     (or in that of the sum it applies), by line and primitive for raw `jax.lax` calls, and where the compiler has
-    lost the name by kind, axes and size.
+    lost the name by kind, axes and size. `planned` says that a plan of the compiler's will say more.
     """
     rows = () if written is None else written.collectives
     if compiled is None:
@@ -169,7 +171,7 @@ def communications(written: Written | None, compiled: Sequence[Collective] | Non
         _claim(piece, [one for one in alike if not placed and _is_open(one) and _alike(piece, one[0].row)], rest)
     joined = [_joined(one.row, one.pieces, wanted) for one in wanted]
     strangers = grouped(rest, lambda piece: id(piece.of)).values()
-    return (*joined, *(_unwritten(parts, written) for parts in strangers))
+    return (*joined, *(_unwritten(parts, written, planned) for parts in strangers))
 
 
 @dataclass(eq=False)
@@ -291,7 +293,7 @@ def _note(row: WrittenCollective, pieces: Sequence[_Piece], runs: int) -> str:
     return ""
 
 
-def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communication:
+def _unwritten(pieces: Sequence[_Piece], written: Written | None, planned: bool) -> Communication:
     """Return what is left of a compiled collective, usually all of it."""
     one = pieces[0].of
     whole = sum(piece.elements for piece in pieces) == sum(math.prod(shape) for _, shape in one.operands)
@@ -299,6 +301,8 @@ def _unwritten(pieces: Sequence[_Piece], written: Written | None) -> Communicati
     dtype, shape = max((o for piece in pieces for o in piece.operands), key=lambda operand: shape_bytes(*operand))
     own = _ends(one.op_name) == "custom_partitioning"  # its user's rule wrote this, and no jaxpr has it
     cause = "the partition rule of a custom_partitioning" if own else _cause(one, written)
+    if not planned and (asked := _reshard_of(one, written)) is not None:  # a plan says more of it
+        own, cause = True, moved_text(asked)
     found = {
         **_alike_fields(one),
         "bytes": nbytes,
@@ -330,6 +334,13 @@ def _cause(one: Collective, written: Written | None) -> str:
     cause = f"the compiler's own, for {operation}" if operation else "the compiler's own; it does not say for what"
     likely = dict.fromkeys(moved_text(entry) for entry in boundary if _holds(one, entry))
     return f"{cause}; perhaps to move {' or '.join(list(likely)[:2])}" if likely else cause
+
+
+def _reshard_of(one: Collective, written: Written | None) -> Boundary | None:
+    """The `reshard` on Explicit axes that asks for a collective: by its name, or by its line and its bytes."""
+    asking = [entry for entry in (written.boundary if written else ()) if entry.text.startswith("reshard: ")]
+    named = _ends(one.op_name) == "reshard"
+    return next((e for e in asking if e.where == one.where and (named or e.bytes == one.bytes)), None)
 
 
 def _fitting(one: Collective, moved: Sequence[Boundary]) -> Sequence[Boundary]:

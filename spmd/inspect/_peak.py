@@ -94,10 +94,12 @@ class Peak(Domain):
     Args:
       outside: Bytes on one device of a variable outside kernels.
       kernels: Whether what `spmd.fused` says is one kernel is one.
+      host: Whether the memory is that of the host.
     """
 
-    def __init__(self, outside: Callable[[Any], float], *, kernels: bool = False) -> None:
+    def __init__(self, outside: Callable[..., float], *, kernels: bool = False, host: bool = False) -> None:
         super().__init__()
+        self._host = host
         self._outside = outside
         self._kernels = kernels
         self._names: tuple[tuple[str, str], ...] = ()  # around the equation that the walk is at
@@ -136,7 +138,8 @@ class Peak(Domain):
         if self._hidden is not None:
             return self._new(0, results=self._hidden, **how)
         inside = any(one.primitive.name == "shard_map" for one in self.callers)
-        return self._new(size_bytes(var.aval) if inside else self._outside(var), **how)
+        size = size_bytes(var.aval, host=self._host) if inside else self._outside(var, host=self._host)
+        return self._new(size, **how)
 
     def _next(self, reads: Iterable[Node]) -> None:
         self._now = Tick(tuple(reads))

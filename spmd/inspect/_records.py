@@ -67,6 +67,8 @@ class Work:
     Attributes:
       flops: Floating-point operations by dtype.
       matmul_flops: The part of `flops` that is dots and convolutions.
+      again_flops: The part of `matmul_flops` in which a `jax.checkpoint` computes again.
+      first_flops: That of the forward pass.
       traffic: Bytes read and written, by the name of the `spmd.fused` that they are inside of: "" for those in none.
       collectives: How often it runs each of the written collectives, by their numbers.
       switches: The branches, as if each ran whenever the `cond` does.
@@ -74,6 +76,8 @@ class Work:
 
     flops: dict[str, float] = field(default_factory=_amounts)
     matmul_flops: dict[str, float] = field(default_factory=_amounts)
+    again_flops: dict[str, float] = field(default_factory=_amounts)
+    first_flops: dict[str, float] = field(default_factory=_amounts)
     traffic: dict[str, float] = field(default_factory=_amounts)
     collectives: dict[int, int] = field(default_factory=dict)
     switches: list[Switch] = field(default_factory=list)
@@ -154,6 +158,9 @@ def price(work: Work, hardware: Hardware, each: Sequence[float]) -> Price:
                 times[i] = times.get(i, 0.0) + share * n
         busy += sum(share * one.busy for share, one in zip(turns.shares, prices, strict=False))
     return Price(compute, memory, communication, times, busy)
+
+
+AGAIN = ("Scope", "rematted_computation")  # the name around what a `jax.checkpoint` runs again
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +332,9 @@ class Written:
       standing_bytes: The most bytes of other arrays that stand at one time on one device, as far as the jaxpr tells:
         what loops keep for the backward pass, and what is being worked on.
       opened_bytes: The same if what `spmd.fused` says is one kernel is not.
+      host_bytes: The most bytes that stand at one time in the memory of the host, of what one device puts there.
+      constants_bytes: Bytes on one device of the arrays that functions close over.
+      again_flops: The part of `matmul_flops` that a `jax.checkpoint` computes again.
       unfused_bytes: The same if no elementwise chain is fused either.
       work: What is spent, the branches apart.
       windows: What runs at the same time, by `spmd.meanwhile`.
@@ -349,6 +359,9 @@ class Written:
     unfused_bytes: int = 0
     work: Work = field(default_factory=Work, repr=False)
     windows: tuple[Window, ...] = ()
+    host_bytes: int = 0
+    constants_bytes: int = 0
+    again_flops: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import jax
+
 from spmd._jaxprs.primitives import primitive_of
 from spmd._jaxprs.walker import Equation, shape_of
 from spmd.inspect._program import ANYWHERE, Placement, of_sharding
@@ -147,9 +149,16 @@ def through(eqn: Equation, ins: Sequence[Value]) -> list[Value]:
 _FREE = ("alias", "part", "moves", "asked", "update", "orders")
 
 
-def size_bytes(aval: Any) -> int:
-    """Bytes of an abstract value."""
+def on_host(aval: Any) -> bool:
+    """Return whether a value lies in the memory of the host, as what a checkpoint policy offloads does."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def size_bytes(aval: Any, *, host: bool = False) -> int:
+    """Bytes of an abstract value in the memory of its device, or in that of the host."""
     try:
+        if on_host(aval) != host:
+            return 0
         return math.prod(aval.shape) * aval.dtype.itemsize
     except (AttributeError, TypeError):  # a token, or a key whose words are not told
         return 0

@@ -30,6 +30,7 @@ from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 
 _OPAQUE = frozenset(("pallas_call", "tpu_custom_call", "ffi_call", "custom_call", "pure_callback", "io_callback"))
 _FOUND = ("collectives", "boundary", "islands", "per_shard", "constraints", "windows")  # as `Written` has it
+_ASKED = "out_sharding= of a product"
 _REDUCES = ("psum", "psum_scatter", "relayout")  # a sum is what these verbs are called for
 
 
@@ -50,10 +51,12 @@ class Walk(Domain):
 
     Args:
       sizes: The mesh: axis sizes in mesh order.
+      asks: Whether the sums that `out_sharding=` asks for are among what is written; else a plan has them.
     """
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], *, asks: bool = False) -> None:
         super().__init__()
+        self._asks = asks
         self.sizes = dict(sizes)
         self.site = _Site()
         self.wanted: dict[str, Placement] = {}  # where the first kernel that an argument enters wants it
@@ -62,6 +65,7 @@ class Walk(Domain):
         self._switches: list[tuple[Turns | None, list[Work]]] = []  # that the walk is in, and what their branches spend
         self._rounds: dict[str, int] = {}  # how many rounds the loops have that the walk is in, as axes of tables
         self._constants: Mapping[Any, Any] = {}
+        self._captured: dict[int, int] = {}  # bytes of each, on one device
         self._exact = True
         self.has_kernels = False  # as `spmd.fused` says
 
@@ -72,9 +76,9 @@ class Walk(Domain):
         outs = walk(jaxpr, self._stand(jaxpr.invars, arguments), self)
         return self._end(jaxpr.outvars, outs)
 
-    def local_bytes(self, var: Variable) -> float:
-        """Bytes on one device of a variable outside kernels, once the walk was there."""
-        [size] = self._sizes([var], [self.known.get(var, Value())])
+    def local_bytes(self, var: Variable, *, host: bool = False) -> float:
+        """Bytes on one device, or of its part on the host, of a variable outside kernels, once the walk was there."""
+        [size] = self._sizes([var], [self.known.get(var, Value())], host=host)
         return size
 
     def written(self, **memory: Any) -> Written:
@@ -82,13 +86,21 @@ class Walk(Domain):
         found: dict[str, Any] = {name: tuple(ones.values()) for name, ones in self._found.items()}
         flops, matmul_flops, traffic = (self._work.total(what) for what in ("flops", "matmul_flops", "traffic"))
         spent = flops, matmul_flops, round(traffic.pop("", 0.0)), traffic, self._exact
+        memory["constants_bytes"] = sum(self._captured.values())
+        again, first = (self._work.total(f"{what}_flops") for what in ("again", "first"))
+        memory["again_flops"] = {dtype: min(n, first.get(dtype, 0.0)) for dtype, n in again.items()}
         return Written(found.pop("collectives"), self.sizes, *spent, **found, **memory, work=self._work)
 
     # --- values -------------------------------------------------------------------------------------------
 
     def constant(self, var: Variable | None, value: Any) -> Value:
+        value = self._constants.get(var, value)
+        lies = of_sharding(getattr(value, "sharding", None), np.ndim(value), self.sizes)
+        place = None if self.site.manual or isinstance(lies, str) else lies  # each device has what a body closes over
+        count = places.local_count(np.shape(value), place, self.sizes)
+        self._captured[id(value)] = count * getattr(getattr(value, "dtype", None), "itemsize", 0)
         [one] = self._stand([var])
-        return replace(one, table=_integers_of(self._constants.get(var, value)))
+        return replace(one, table=_integers_of(value))
 
     def literal(self, atom: Variable) -> Value:
         return Value(ANYWHERE, table=_integers_of(atom.val))
@@ -311,36 +323,63 @@ class Walk(Domain):
         devices = len(groups[0]) if groups else axes_product(axes, sizes)
         if devices == 1 or not site.times:  # a ring of two devices has a loop of no rounds
             return self._moves(eqn, operands)
-        names = self._names(eqn)
         primitive: str = eqn.primitive.name
         kind = kind_of(primitive)
-        recomputed = ("Scope", "rematted_computation") in names
+        sent = eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars
+        self._send(eqn, kind, axes, devices, [(shape_of(one), one.aval) for one in sent])
+        return self._moves(eqn, operands)
+
+    def _product(self, eqn: Equation, operands: Sequence[Value]) -> Sequence[Value]:
+        """On Explicit axes `out_sharding=` asks for the sum over what the operands are divided along."""
+        sharding, [result] = eqn.params["out_sharding"], eqn.outvars
+        if self._asks and sharding is not None and sharding.mesh.are_all_axes_explicit and not self.site.manual:
+            (sides, _), left = eqn.params["dimension_numbers"], _compat.unreduced_spec(sharding.spec)
+            lie = [
+                (typed_place(atom.aval, self.sizes) or (), dims) for atom, dims in zip(eqn.invars, sides, strict=True)
+            ]
+            summed = {axis for place, dims in lie if place for d in dims for axis in place[d]} - {*left}
+            axes = tuple(axis for axis in self.sizes if axis in summed)
+            place = places.of_spec(sharding.spec, len(shape_of(result)), self.sizes) or ()
+            parts = (axes_product([a for a in dim if a not in summed], self.sizes) for dim in place)
+            shape = tuple(n // k for n, k in zip(shape_of(result), parts, strict=True))
+            if axes:
+                self._send(eqn, "psum", axes, axes_product(axes, self.sizes), [(shape, result.aval)], _ASKED)
+        return self.step(eqn, operands)
+
+    def _send(
+        self, eqn: Equation, kind: str, axes: Sequence[str], devices: int, arrays: Sequence[Any], asked: str = ""
+    ) -> None:
+        """Note that something is sent: arrays, each with its local shape, by a collective of its own."""
+        site, names, primitive = self.site, self._names(eqn), eqn.primitive.name
+        recomputed = records.AGAIN in names
         transposed = _compat.is_backward(names)
         call = _call_around(names)
-        added = transposed and not recomputed
+        maps = [i for i, one in enumerate(self.callers) if one.primitive.name == "shard_map"]
+        ruled = transposed and _compat.is_of_rule((eqn, *self.callers[maps[-1] + 1 if maps else 0 :]), names)
+        added = transposed and not recomputed and not ruled
         found = self._found["collectives"]
-        for operand in eqn.invars[:1] if kind == "ragged_all_to_all" else eqn.invars:
+        for shape, aval in arrays:
             for window in self._windows_around(names, moves=True):
                 window.collectives.append(len(found))
             self._work.collectives[len(found)] = site.times
+            nbytes = math.prod(shape) * size_bytes(aval) // max(math.prod(aval.shape), 1)
             found[len(found)] = records.WrittenCollective(
                 kind=kind,
-                axes=axes,
+                axes=tuple(axes),
                 group_size=devices,
-                bytes=sent_bytes(kind, size_bytes(operand.aval), devices),
+                bytes=sent_bytes(kind, nbytes, devices),
                 count=round(site.times * site.share),
                 exact=site.exact,
-                text=call or _raw_text(primitive, kind, axes, added),
+                text=asked or call or _raw_text(primitive, kind, axes, added),
                 where=self._line(eqn),
                 phase="backward" if transposed else "forward",
                 recomputed=recomputed,
-                implicit=kind == "psum" and (added or (bool(call) and call.verb not in _REDUCES)),
+                implicit=kind == "psum" and not asked and (added or (bool(call) and call.verb not in _REDUCES)),
                 branch=site.branch,
-                dtype=dtype_name(operand.aval),
-                shape=shape_of(operand),
+                dtype=dtype_name(aval),
+                shape=shape,
                 primitive=primitive,
             )
-        return self._moves(eqn, operands)
 
     @property
     def _share(self) -> float:
@@ -355,8 +394,13 @@ class Walk(Domain):
         if flops:
             matmul = _values.is_matmul(eqn)
             dtype = inside.dtype.name if matmul and inside and inside.dtype is not None else dtype
-            windows = self._windows_around(self._names(eqn), moves=False)
+            names = self._names(eqn)
+            windows = self._windows_around(names, moves=False)
             counts = [self._work.matmul_flops, *(window.flops for window in windows)] if matmul else []
+            if matmul and records.AGAIN in names:
+                counts.append(self._work.again_flops)
+            elif matmul and not _compat.is_backward(names):
+                counts.append(self._work.first_flops)
             for count in (self._work.flops, *counts):
                 count[dtype] += flops * self._share * self.site.times
         outs = self._results(eqn, operands, "" if inside is None else inside.kernel)
@@ -410,7 +454,7 @@ class Walk(Domain):
 
     def _windows_around(self, names: Sequence[tuple[str, str]], moves: bool) -> list[records.Window]:
         """The calls of `meanwhile` that compute this, or in which it travels."""
-        again = ("Scope", "rematted_computation") in names
+        again = records.AGAIN in names
         phase, found = "recomputed" if again else "backward" if _compat.is_backward(names) else "forward", []
         for _, name in names:
             if isinstance(name, WindowName) and (name.moves is name) == moves:
@@ -425,14 +469,14 @@ class Walk(Domain):
         self._work.traffic[""] += sum(both) * self.site.times
         return self._stand(eqn.outvars, outs)
 
-    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value]) -> list[float]:
+    def _sizes(self, atoms: Sequence[Any], values: Sequence[Value], *, host: bool = False) -> list[float]:
         """Bytes on one device: by its place where that is known; else the devices share what no kernel has divided."""
         share, sizes = self._share, []
         for atom, value in zip(atoms, values, strict=True):
             shape, part = shape_of(atom), share
             if not self.site.manual and value.place not in (None, ANYWHERE):
                 part = places.local_count(shape, value.place, self.sizes) / max(math.prod(shape), 1)
-            sizes.append(size_bytes(atom.aval) * part)
+            sizes.append(size_bytes(atom.aval, host=host) * part)
         return sizes
 
     def _stand(
@@ -486,6 +530,7 @@ Walk.rules = {
     **dict.fromkeys(_OPAQUE, Walk.unread),
     "sharding_constraint": Walk._constrained,
     "reshard": Walk._resharded,
+    "dot_general": Walk._product,
     "spmd_layout": Walk._marked,
     "spmd_fused": Walk._fused,
 }

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spmd import _compat
-from spmd._jaxprs.walker import opened
+from spmd._jaxprs.walker import equations, opened
 from spmd._text import fields_of
 from spmd._trees.leaves import is_array
 from spmd.accelerators import Hardware
@@ -20,11 +20,11 @@ from spmd.inspect._match import Communication
 from spmd.inspect._peak import Peak
 from spmd.inspect._program import ANYWHERE, Program, is_input, local_count, names_of_inputs, of_sharding
 from spmd.inspect._records import Price, Written, price
-from spmd.inspect._values import Value, size_bytes
+from spmd.inspect._values import Value, on_host, size_bytes
 from spmd.inspect._walk import Walk
 
 
-def written(program: Program, sizes: Mapping[str, int]) -> Written:
+def written(program: Program, sizes: Mapping[str, int], *, asks: bool = False) -> Written:
     """The written view of a program; see `Written`.
 
     Equations that no result needs are left out first, as the compiler does. The compiled program may still differ: XLA
@@ -34,10 +34,11 @@ def written(program: Program, sizes: Mapping[str, int]) -> Written:
     Args:
       program: The program, which was traced.
       sizes: The sizes of the axes of its mesh.
+      asks: Whether the sums that `out_sharding=` asks for are among what is written; else the compiler's plan has them.
     """
     inner, consts = opened(program.called)
     jaxpr = _compat.live_jaxpr(inner)
-    walk = Walk(sizes)
+    walk = Walk(sizes, asks=asks)
     values = [Value(_lies(leaf, sizes), label) for label, leaf in _inputs(program, len(jaxpr.invars))]
     outs = walk.read(jaxpr, values, dict(zip(jaxpr.constvars, consts, strict=False)))
     held = [v.place if isinstance(v.place, tuple) else walk.wanted.get(v.label) for v in values]
@@ -49,7 +50,12 @@ def written(program: Program, sizes: Mapping[str, int]) -> Written:
     apart, unfused = together, _ = Peak(walk.local_bytes).most(jaxpr, in_arguments)
     if walk.has_kernels:  # what `spmd.fused` says is one
         together, _ = Peak(walk.local_bytes, kernels=True).most(jaxpr, in_arguments)
+    ends = zip((*jaxpr.invars, *jaxpr.outvars), (*held, *(out.place for out in outs)), strict=True)
+    on_hosts = sum(_bytes(var.aval, place, sizes, host=True) for var, place in ends)
+    if any(on_host(var.aval) for eqn in equations(jaxpr) for var in eqn.outvars):
+        on_hosts += Peak(walk.local_bytes, host=True).most(jaxpr)[0]
     return walk.written(
+        host_bytes=on_hosts,
         arguments_bytes=sum(size for _, size in given),
         outputs_bytes=sum(size for _, size in made),
         donated_bytes=sum(shared),
@@ -86,9 +92,9 @@ def _lies(array: Any, sizes: Mapping[str, int]) -> Any:
     return of_sharding(getattr(array, "sharding", None), len(getattr(array, "shape", ())), sizes)
 
 
-def _bytes(aval: Any, place: Any, sizes: Mapping[str, int]) -> int:
+def _bytes(aval: Any, place: Any, sizes: Mapping[str, int], *, host: bool = False) -> int:
     shape = tuple(getattr(aval, "shape", ()))
-    whole = size_bytes(aval)
+    whole = size_bytes(aval, host=host)
     return whole * local_count(shape, place, sizes) // max(math.prod(shape), 1)
 
 
@@ -109,6 +115,8 @@ class Memory:
         view.
       opened: The same if none is, as on CPUs, and on GPUs where attention is not an implementation of theirs.
       unfused: The same if no elementwise chain is fused either, and nothing is written where an operand lay.
+      constants: The arrays that functions close over, which are part of the compiled program.
+      host: What stands in the memory of the host instead, such as what a checkpoint policy offloads.
     """
 
     arguments: int
@@ -119,10 +127,12 @@ class Memory:
     estimated: int | None = None
     opened: int | None = None
     unfused: int | None = None
+    constants: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """Bytes that one call needs: arguments, outputs and temporaries. What is donated counts once.
+        """Bytes that one call needs: arguments, constants, outputs and temporaries. What is donated counts once.
 
         The temporaries are one allocation, made at the start, so this is the peak. Without them it is a lower bound.
         """
@@ -147,7 +157,7 @@ class Memory:
         )
 
     def _with(self, temporaries: int | None) -> int:
-        return self.arguments + self.outputs - self.aliased + (temporaries or 0)
+        return self.arguments + self.constants + self.outputs - self.aliased + (temporaries or 0)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
@@ -173,6 +183,7 @@ class Time:
       by_axis: `communication` by mesh axes, as a layout writes them: `{"tp": ..., "dp/tp": ...}`.
       flops: Floating-point operations of one device, all dtypes together.
       hardware: The name of the machine.
+      again: The part of `compute` that a `jax.checkpoint` computes again.
       kernels: What counts as one kernel, by the names that `spmd.fused` was given: what is inside is neither read nor
         written.
       idle: The part of `serial` in which a device waits for others that run a dearer branch, as the mean over the
@@ -185,6 +196,7 @@ class Time:
     by_axis: Mapping[str, float]
     flops: float
     hardware: str
+    again: float = 0.0
     idle: float = 0.0
     kernels: tuple[str, ...] = ()
 
@@ -199,13 +211,18 @@ class Time:
         return max(self.compute, self.memory, self.communication)
 
     @property
+    def mfu(self) -> float:
+        """Return the share of the peak that a device computes with, if all overlaps, without what it computes again."""
+        return (self.compute - self.again) / self.overlapped if self.overlapped else 0.0
+
+    @property
     def bound(self) -> str:
         """Return what takes longest: "compute", "memory" or "communication"."""
         return max(("compute", "memory", "communication"), key=lambda name: getattr(self, name))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        return fields_of(self, *self.__slots__, "serial", "overlapped", "bound")
+        return fields_of(self, *self.__slots__, "serial", "overlapped", "bound", "mfu")
 
 
 def seconds_of(one: Communication, hardware: Hardware, mesh: Mapping[str, int]) -> float:
@@ -236,7 +253,12 @@ def estimate(
     for i, one in enumerate(collectives):
         name, times = axes_text(one.axes), found.times.get(i, 0.0) / (one.count or 1)
         by_axis[name] = by_axis.get(name, 0.0) + seconds_of(one, hardware, mesh) * times
+    spent, again = (
+        sum(n / hardware.peak(dtype) for dtype, n in flops.items())
+        for flops in (written.matmul_flops, written.again_flops)
+    )
     return Time(
+        again=found.compute * again / spent if spent else 0.0,
         compute=found.compute,
         memory=found.memory,
         communication=sum(by_axis.values()),
@@ -251,7 +273,8 @@ def estimate(
 def memory_of(written: Written | None, compiled: Any) -> Memory | None:
     """The memory of a compiled program, or what is known without one."""
     stats = None if compiled is None else compiled.memory_analysis()
-    traced = () if written is None else (written.standing_bytes, written.opened_bytes, written.unfused_bytes)
+    names = ("standing_bytes", "opened_bytes", "unfused_bytes", "constants_bytes", "host_bytes")
+    traced = () if written is None else [getattr(written, name) for name in names]
     if stats is not None:
         planned = ["argument", "output", "temp", "alias", "generated_code"]
         return Memory(*(getattr(stats, f"{name}_size_in_bytes") for name in planned), *traced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from spmd.comm._lax import to_reduced
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.errors import Fix, ReplicationError, SpmdError
 from spmd.kernels._signature import Signature
-from spmd.language import Layout, verb_for, with_axes_of
+from spmd.language import Layout, call_between, no_room, turned, with_axes_of
 from spmd.modes import Frame
 
 
@@ -87,7 +88,7 @@ class Outputs:
             self.paths.append(path)
             arrays.append(_as_array(own, path, signature, leaf))
             shapes.append((path, arrays[-1].shape, self.layouts[-1]))
-        self._check_tags(arrays, signature)  # first: a wrong axis explains a wrong size, not the reverse
+        self._check_tags(arrays, signature, frame)  # first: a wrong axis explains a wrong size, not the reverse
         signature.sized(shapes, dict(frame.sizes), local=local, known=frame.known)
         marked = []
         for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
@@ -95,26 +96,29 @@ class Outputs:
             self.ranked.append(layout.with_rank(x.ndim))
         return marked
 
-    def _check_tags(self, arrays: Sequence[Any], signature: Signature) -> None:
+    def _check_tags(self, arrays: Sequence[Any], signature: Signature, frame: Frame) -> None:
         wrong: list[str] = []
         fixes: list[Fix] = []
-        line, unnamed = "", False
+        line, unnamed, sizes = "", False, dict(frame.sizes)
         for path, x, layout in zip(self.paths, arrays, self.layouts, strict=True):
             known = tag_of(x)
             if known is None:
                 continue
             have = known.layout
-            if set(have.unreduced) - set(layout.unreduced):
-                wrong.append(f'{path} is a partial sum, "{have.short}" ({known.origin}); declared "{layout.short}"')
-                fixes += _moved(have, layout, known.name or path)
-            elif same_axes(have, layout, marks=False) is False:
-                wrong.append(f'{path} holds "{have.short}" ({known.origin}); declared "{layout.short}"')
-                unnamed = unnamed or any(
-                    d.axes and h.short == "_" for d, h in zip(layout.dims, have.dims, strict=False)
-                )
-                fixes += [] if unnamed else _moved(have, layout, known.name or path)
-            else:
+            partial = bool(set(have.unreduced) - set(layout.unreduced))
+            room = functools.partial(no_room, shape=x.shape, mesh=sizes, known=frame.known, local=frame.explicit)
+            other = turned(have, layout) is not None and room(layout, layout) is not None
+            if not partial and not other and same_axes(have, layout, marks=False) is not False:
                 continue
+            lies = "is a partial sum," if partial else "holds"
+            wrong.append(f'{path} {lies} "{have.short}" ({known.origin}); declared "{layout.short}"')
+            unnamed = unnamed or any(d.axes and h.short == "_" for d, h in zip(layout.dims, have.dims, strict=False))
+            wanted = None if unnamed and not partial else _with_names(have, layout)
+            if wanted is not None:
+                short = room(have, wanted)
+                fix = None if short else call_between(have, wanted, known.name or path, _fix)
+                wrong += [short] if short else []
+                fixes += [fix] if fix else []
             line = line or line_of(known)
         if wrong:
             rule = "a result does not have the layout that the right side declares."
@@ -174,13 +178,14 @@ class Outputs:
         return unwrapped(out) if self.wraps else out
 
 
-def _moved(have: Layout, wanted: Layout, shown: str) -> list[Fix]:
-    """The call that brings a result to its layout, with the names that it has; none where the two do not correspond."""
-    dims = with_axes_of(have, wanted)
-    if dims is None:
-        return []
-    result = Layout.from_dims(dims, wanted.unreduced, wanted.reduced).without_brackets()
-    return [Fix(verb_for(have, result), (shown,), f"{have.short} -> {result.short}")]
+def _with_names(have: Layout, wanted: Layout) -> Layout | None:
+    """The layout of a result with the names that it has; None where the two do not correspond."""
+    dims = wanted.dims if turned(have, wanted) else with_axes_of(have, wanted)
+    return None if dims is None else Layout.from_dims(dims, wanted.unreduced, wanted.reduced).without_brackets()
+
+
+def _fix(verb: str, shown: str | Fix, src: Layout, dst: Layout) -> Fix:
+    return Fix(verb, (shown,), f"{src.short} -> {dst.short}")
 
 
 def _check_count(signature: Signature, out: Any) -> None:

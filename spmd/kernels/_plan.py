@@ -29,7 +29,7 @@ from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
-from spmd.kernels._signature import Signature
+from spmd.kernels._signature import Signature, meant_by
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
@@ -295,8 +295,10 @@ class Plan:
             ("axes= renames the mesh axis", self.signature.axes, {a for s in layouts for a in s.axis_names}),
         ):
             for name in (name for name, _ in given if name in unused):
-                rule = f"{what} {name}, which no string of the kernel names{did_you_mean(name, sorted(names)) or '.'}"
-                self.signature.fail(rule, got=[f"{name}={dict(given)[name]!r}"], advice="leave it out")
+                near = did_you_mean(name, sorted(names))
+                rule = f"{what} {name}, which no string of the kernel names{near or '.'}"
+                advice = (None if near else meant_by(name)) or "leave it out"
+                self.signature.fail(rule, got=[f"{name}={dict(given)[name]!r}"], advice=advice)
 
     def _checked(self, *leaves: Any) -> Any:
         """`_explicit`, and the pass over its jaxpr, once per trace: a warm call runs neither."""

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
+from spmd._python.rooms import nearest
 from spmd._trees.leaves import kind_of, not_int
 from spmd._trees.matching import layout_of_spec
 from spmd.errors import Fix, LayoutError, MeshError, ModeError, SizeError, SpmdError, did_you_mean
@@ -121,7 +122,7 @@ class Signature:
         span = (start, end) if 0 <= start < end <= len(source or "") else None
         twice = [one.name for one in bound.faults if isinstance(one, Unequal) and not one.blocks]
         error = LayoutError if any(isinstance(one, WrongRank) for one in bound.faults) else SizeError
-        unspaced = [isinstance(one, WrongRank) and one.advice for one in bound.faults]
+        unspaced = [isinstance(one, WrongRank) and one.unspaced for one in bound.faults]
         fix, advice = spaced(source) if all(unspaced) else None, fault.advice or another_name(twice)
         if advice is None and local and any(isinstance(one, NotProduct) for one in bound.faults):
             advice = "what the body reshapes is each device's own block: gather what is divided first"
@@ -369,10 +370,35 @@ def _drop_defaults(signature: Signature, arrays: list[str], count: int) -> list[
     return arrays
 
 
+_ARGUMENT = "the name of an argument, or several names"
+_LAYOUTS = 'the pattern, as in "b/dp d -> b/dp d"'
+_KEYWORDS = {  # those of `kernel`, and what those of other functions are here
+    "mesh": "mesh=mesh",
+    "mapping": 'mapping={"b": "dp"}',
+    "static_argnums": f'static="n", {_ARGUMENT}',
+    "donate_argnums": f'donate="x", {_ARGUMENT}',
+    "axis_names": 'auto="tp", the mesh axes that are left to the compiler',
+    "boundary": 'boundary="error"',
+    "check": 'check="warn" or check="off", which is about findings',
+    "check_vma": "leave it out: JAX always checks its types",
+    "mode": 'kernel.auto(...) or kernel.reference(...) for one call, with spmd.mode("auto"): for all calls',
+    "in_shardings": _LAYOUTS,
+    "out_shardings": _LAYOUTS,
+}
+
+
+def meant_by(keyword: str) -> str | None:
+    """Return what a keyword that a kernel does not have is called here."""
+    return _KEYWORDS.get(nearest(keyword, _KEYWORDS) or "")
+
+
 def _check_names(signature: Signature) -> None:
     for name, size in signature.sizes:
         if fault := not_int(f"{name}, a keyword that binds a size,", size, 1):
-            signature.fail(fault, advice=f'axes={{"{name}": ...}} renames a mesh axis')
+            if (meant := meant_by(name)) and not re.search(rf"\b{name}\b", signature.source):
+                signature.fail(f"a kernel has no keyword {name}, and other keywords bind sizes.", advice=meant)
+            number = isinstance(size, int | float) or size == ()
+            signature.fail(fault, advice=None if number else f'axes={{"{name}": ...}} renames a mesh axis')
     for what, names in (
         ("static", signature.static),
         ("donate", signature.donate),

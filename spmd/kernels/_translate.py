@@ -17,11 +17,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from spmd import comm, ops
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.errors import Carry
 from spmd._jaxprs.facts import layers_of
 from spmd._jaxprs.lines import is_outside, line_of_error
-from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
+from spmd.errors import LayoutError, MeshError, ModeError, ReplicationError, SpmdError, did_you_mean, if_possible
 from spmd.kernels._signature import Signature
 from spmd.language import Layout
 from spmd.modes import Frame
@@ -126,14 +127,23 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         advice = "spmd.cond(predicate, true_fn, false_fn, *operands); jnp.where(predicate, a, b) computes both"
         return ModeError(rule, **shown, got=[*got, frame.describe()], advice=advice)
     if fact.kind in ("layout", "pattern"):
-        rule = f"{fact.axis} takes a string after its arrays. It names their dimensions, which axis= would number."
-        advice = f'as in {fact.axis}(x, "b/dp [d]"), for the last of two'
-        if fact.kind == "pattern":
-            advice = 'the layouts before and after, as in "b/dp d/tp -> b/dp d"'
-        return LayoutError(rule, **shown, got=got, advice=advice)
+        rule = f"{fact.axis} takes a string after its arrays. It names their dimensions and the mesh axes."
+        advice = "the layout before, and behind an arrow that after" if fact.kind == "pattern" else "the layout"
+        return LayoutError(rule, **shown, got=got, advice=_example(f"{fact.axis}") or advice)
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     advice = 'spmd.opaque(fn, "in -> out") around a function that calls it, which says it for the call'
     return ModeError(rule, **shown, got=got, advice=advice)
+
+
+@if_possible
+def _example(verb: str) -> str | None:
+    """What an operation says itself where it is given no string."""
+    function = getattr(comm, verb, None) or getattr(ops, verb)
+    given = [0.0 for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+    try:
+        function(*given[:-1])  # and no names
+    except LayoutError as error:
+        return error.fault.advice
 
 
 def _mixed(fact: Any, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:
@@ -171,13 +181,14 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     )
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]
     axes = ",".join(frame.in_mesh_order({axis for one in carries for axis in one.varying})) or "..."
-    advice = (
-        f"in the step, psum over {axes} what is a term of a sum;\n"
-        'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of '
-        "its layout; where it becomes a gathered copy, also on those of the mark in "
-        f'spmd.zeros("<its layout> {{R:{axes}}}")'
+    zeros = (
+        'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of'
     )
-    return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
+    marks = f"{{U:{axes}}} where it becomes a partial sum, {{R:{axes}}} where it becomes a gathered copy"
+    advice = [f"{zeros} its layout, and of its mark: {marks}", f"in the step, psum over {axes} what is a term of a sum"]
+    if not all(one.constant for one in carries):  # spmd.zeros, or a value that lies somewhere, has begun it
+        advice.reverse()
+    return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=";\n".join(advice))
 
 
 def carried_axes(error: Exception) -> frozenset[str]:

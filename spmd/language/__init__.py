@@ -1,7 +1,7 @@
 """The layout language: strings that say shape, placement and communication. Pure Python."""
 
 from spmd.language._layout import AxisMapping, Layout, with_axes_of
-from spmd.language._pattern import Pattern, factors_of, verb_for, verb_of
+from spmd.language._pattern import Pattern, call_between, factors_of, no_room, turned, verb_for, verb_of
 from spmd.language._sizes import (
     Bound,
     Misfit,
@@ -43,10 +43,13 @@ __all__ = [
     "axes_tuple",
     "axis_span",
     "bind",
+    "call_between",
     "check_axes",
     "factors_of",
     "indivisible",
     "mesh_text",
+    "no_room",
+    "turned",
     "verb_for",
     "verb_of",
     "with_axes_of",

@@ -92,7 +92,7 @@ class Layout(Value):
         try:
             return _parsed(str(text))
         except LayoutError as error:
-            raise with_call(error, text, call or f'Layout("{text}")') from None
+            raise with_call(error, text, call or f'Layout("{text}")', _parsed) from None
 
     @classmethod
     def from_dims(

@@ -163,7 +163,8 @@ class Parser:
             raise fault("A dimension comes before '/': 'b/dp' is b divided over dp.", token.span)
         if token.kind == "+":
             raise fault("A margin is a number beside a dimension: '1+x/a+1'.", token.span)
-        raise fault("A ':' occurs only in the marks {U:axis} and {R:axis}.", token.span)
+        between = before is not None and self.tokens[self.index + 1].kind == "name"
+        raise self.wrong("A ':' occurs only in the marks {U:axis} and {R:axis}.", None, "/" if between else None)
 
     def with_margin(self, core: Dim) -> Dim:
         """`1+x/a+1`: numbers on either side of a core."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import starmap
 from typing import Any, final
 
-from spmd.errors import LayoutError
+from spmd.errors import Fix, LayoutError, if_possible
 from spmd.language._layout import AxisMapping, Layout, make, of_sides
 from spmd.language._parse import Parser
+from spmd.language._sizes import Size, bind
 from spmd.language._syntax import Axes, Value, with_call
 
 
@@ -58,7 +59,7 @@ class Pattern(Value):
         try:
             return _parsed(str(text), bool(arrow))
         except LayoutError as error:
-            raise with_call(error, text, call or f'Pattern("{text}")') from None
+            raise with_call(error, text, call or f'Pattern("{text}")', lambda one: _parsed(one, bool(arrow))) from None
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
@@ -195,3 +196,66 @@ def verb_for(src: Layout, dst: Layout) -> str:
     if moved == "nothing":
         return "psum"
     return "psum_scatter" if moved == "split" and summed == set(dst.axes) - set(src.axes) else "relayout"
+
+
+def turned(src: Layout, dst: Layout) -> Layout | None:
+    """The dimensions of `src` in the order in which `dst` names them. None where that is no other order of the same."""
+    before, after = ([dim.names for dim in one.dims] for one in (src, dst))
+    named = all(not dim.composite and dim.atoms and dim.atoms[0].named for dim in src.dims)
+    if before == after or sorted(before) != sorted(after) or not named:
+        return None
+    by_name = dict(zip(before, src.dims, strict=True))
+    return Layout.from_dims([by_name[names] for names in after], src.unreduced, src.reduced)
+
+
+@if_possible
+def call_between(
+    src: Layout, dst: Layout, shown: str | Fix, make: Callable[[str, str | Fix, Layout, Layout], Fix]
+) -> Fix | None:
+    """The call that takes an array from one layout to another: a rearrange where `dst` names the same dimensions in
+    another order, and the verb if anything moves. None where nothing changes.
+
+    Args:
+      src: How the array lies.
+      dst: How it is to lie.
+      shown: The array in the call.
+      make: A call of a verb, of an array, between two layouts.
+    """
+    there = turned(src, dst)
+    if there is not None:
+        shown, src = make("rearrange", shown, src, there), there
+    verb = verb_for(src, dst)
+    if verb == "nothing":
+        return shown if isinstance(shown, Fix) else None
+    return make(verb, shown, src, dst)
+
+
+def no_room(
+    src: Layout,
+    dst: Layout,
+    shape: Sequence[int],
+    mesh: Mapping[str, int],
+    *,
+    known: Mapping[str, Size] | None = None,
+    local: bool = True,
+) -> str | None:
+    """Return why an array cannot be moved from one layout to another: a size that does not divide into the blocks of
+    `dst`, or that is not the one which a name of `src` has. None if it can.
+
+    Args:
+      src: How the array lies.
+      dst: How it is to lie.
+      shape: Its shape.
+      mesh: The sizes of the mesh axes.
+      known: The sizes of names.
+      local: Whether the shape is that of a shard.
+    """
+    have = bind([("", shape, src)], mesh, known=known, local=local)
+    if have.faults:
+        return have.faults[0].told
+    found = have.dims[0]
+    if turned(src, dst) is not None:
+        by_name = {dim.names: (dim, size) for dim, size in found}
+        found = [by_name[dim.names] for dim in dst.dims]
+    faults = bind([("", [size for _, size in found], dst)], mesh, known=have.sizes, margins=False).faults
+    return faults[0].told if faults else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
@@ -147,6 +147,8 @@ class Misfit:
 class WrongRank(Misfit):
     layout: Dims
     rank: int
+    shape: Shape = ()
+    mesh: Mapping[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def rule(self) -> str:
@@ -155,11 +157,25 @@ class WrongRank(Misfit):
         return f'"{self.layout.short}" has {least}{count} dimension{"s" * (count != 1)}, not {self.rank}'
 
     @property
-    def advice(self) -> str | None:
+    def unspaced(self) -> str | None:
+        """The layout with a space between the letters of its one name, if that has as many dimensions."""
         short = self.layout.short
-        if len(self.layout.dims) != 1 or not short.isalpha() or not len(short) == self.rank > 1:
-            return None
-        return f'names are separated by spaces: "{" ".join(short)}"'
+        alone = len(self.layout.dims) == 1 and short.isalpha() and len(short) == self.rank > 1
+        return f'"{" ".join(short)}"' if alone else None
+
+    @property
+    def advice(self) -> str | None:
+        if self.unspaced:
+            return f"names are separated by spaces: {self.unspaced}"
+        words = [dim.short for dim in self.layout.dims]
+        bare = [word for word in words[1:] if word in self.mesh]
+        if bare and len(words) - len(bare) == self.rank:
+            text = re.sub(rf" (?=(?:{'|'.join(bare)})\b)", "/", self.layout.short)
+            return f'a mesh axis stands behind a slash: "{text}"'
+        one_more = words and len(words) + 1 == self.rank
+        stacked = [axis for axis, n in self.mesh.items() if one_more and self.shape[:1] == (n,)]
+        told = [f'lax.all_gather(x, "{axis}") puts blocks on a new first dimension' for axis in stacked]
+        return f"{', and '.join(told)}: with tiled=True it joins them" if told else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +303,8 @@ def bind(
         bound.dims.append(found)
         if dims is None:
             where = f"{label} of shape {tuple(shape)}" if label else f"shape {tuple(shape)}"
-            bound.faults.append(WrongRank(where, _span(layout), layout, len(shape)))
+            here = (tuple(shape), mesh) if local else ((), mesh)
+            bound.faults.append(WrongRank(where, _span(layout), layout, len(shape), *here))
             continue
         for place, (dim, size) in enumerate(zip(dims, shape, strict=True)):
             where = f"{label}, dimension {place}" if label else f"dimension {place}"

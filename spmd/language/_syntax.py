@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, NoReturn, Self
 
 from spmd.errors import LayoutError
 
 Span = tuple[int, int]
+_MOST = 64  # mistakes of one string that a fix mends
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,22 @@ def fault(
     return LayoutError(rule, span=span, got=got, fix=fix, advice=advice)
 
 
-def with_call(error: LayoutError, source: str | None, call: str | None) -> LayoutError:
-    """The error with the string that its span points into, and the call."""
-    return LayoutError(replace(error.fault, source=source, call=call))
+def with_call(
+    error: LayoutError, source: str | None, call: str | None, parse: Callable[[str], object] = id
+) -> LayoutError:
+    """The error with the string that its span points into, and the call. `parse` reads what the fix says: where that is
+    refused too, the fix mends both."""
+    fix = error.fault.fix
+    for _ in range(_MOST):
+        text = re.fullmatch(r'"([^"]*)"(.*)', fix) if isinstance(fix, str) else None
+        if text is None:
+            break
+        try:
+            parse(text[1])
+            break
+        except LayoutError as again:
+            fix = f"{again.fault.fix}{text[2]}" if isinstance(again.fault.fix, str) else None
+    return LayoutError(replace(error.fault, source=source, call=call, fix=fix))
 
 
 def _dim_text(dim: Dim, *, explicit: bool) -> str:
@@ -278,6 +292,7 @@ _LOOKALIKES = {
     "÷": "/",
     "\\": "/",
     "|": "/",
+    "@": "/",
 }
 
 
@@ -327,6 +342,8 @@ def _bad(source: str, at: int) -> NoReturn:
         arrow = re.match(r"[-=]*>|-+|=+", rest)
         if rest.startswith(wrong) and arrow:
             raise replaced("The two sides of a pattern are separated by '->'.", source, at, at + arrow.end(), "->")
+    if re.match(r"\w\.\w", source[max(at - 1, 0) :]):
+        raise replaced("A layout has no '.'; write '/'.", source, at, at + 1, "/")
     if rest[0] == ".":
         dots = len(rest) - len(rest.lstrip("."))
         left = " " if source[at - 1 : at].strip() else ""

@@ -61,14 +61,14 @@ def annotate(x: T, layout: str, /, **names: Any) -> T:
     """
     call = open_call("annotate", layout, names, arrays=(x,), arrow=False, example='annotate(x, "b/dp d")', also={})
 
-    def leaf(value: Any) -> Any:
+    def leaf(path: Any, value: Any) -> Any:
         own = call.fork()
-        array = own.operand(value).x
+        array = own.operand(value, name=call.label(path)).x
         shape = jnp.shape(value)
         array = array if array.shape == shape else array.reshape(shape)
         return mark(array, call.src, call.text, role="annotate", frame=call.frame)
 
-    return jax.tree.map(leaf, x)
+    return jax.tree.map_with_path(leaf, x)
 
 
 def assert_equal(x: T, axes: str | Sequence[str], why: str) -> T:

@@ -14,8 +14,8 @@ from spmd import _compat
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._lax import once
 from spmd.comm._marks import mark, rearranged
-from spmd.errors import LayoutError, did_you_mean
-from spmd.language import Atom, Layout, verb_for, verb_of
+from spmd.errors import Fix, LayoutError, did_you_mean, if_possible
+from spmd.language import Atom, Layout, verb_of
 from spmd.ops._reduce import Landing, factors_by_name, finish, land, placed, plain_dims, right_names, with_axes
 
 Axes = tuple[str, ...]
@@ -153,6 +153,12 @@ def _check_names(call: Call, operand: Operand, have: Mapping[str, Factor]) -> No
         call.fail(rule, at=new[0].span, advice=advice)
 
 
+@if_possible
+def _divided(text: str) -> Layout:
+    """The layout of a text, where it is one: a factor behind a whole one is not divided."""
+    return Layout(text)
+
+
 def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> None:
     """Every name keeps its axes; a change is another verb's."""
     changes: dict[str, tuple[Axes, Axes]] = {}
@@ -167,14 +173,14 @@ def _check_axes(call: Call, operand: Operand, have: Mapping[str, Factor]) -> Non
         return
     verb = verb_of(changes.values())
     one, two = changes[first.name]
-    moved = with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()})
-    before = call.first(verb, operand.layout, moved)
+    moved = _divided(with_axes(operand.layout, {name: axes for name, (_, axes) in changes.items()}))
+    before, short = (None, None) if moved is None else (call.way(call.src, moved), call.no_room(call.src, moved))
     call.refuse(
         f"{call.name} never communicates: {placed(first.name, one)} on the left is {placed(first.name, two)} on "
         f"the right. That is {verb}.",
         at=first.span,
-        got=[call.frame.describe()],
-        fix=call.around(before, moved, call.dst),
+        got=[*([short] if short else []), call.frame.describe()],
+        fix=None if moved is None or before is None else call.around(before, moved, call.dst),
     )
 
 
@@ -320,7 +326,7 @@ def _placed_as(call: Call, opened: Sequence[Operand], name: str, index: int, wan
     ]
     moved = Layout.from_dims(dims, layout.unreduced, layout.reduced)
     plain, there = layout.without_brackets(), moved.without_brackets()
-    first = call.first(verb_for(plain, there), plain, there, index=index)
+    first = call.way(plain, there, index=index)
     inputs = ", ".join((moved if i == index else one.layout).short for i, one in enumerate(opened))
     return call.around(first, inputs, call.dst, index=index)
 
@@ -364,7 +370,9 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
                 rule = (
                     f"the product of two partial sums on {axis} is not a partial sum: psum one of the operands first."
                 )
-                call.refuse(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(i))
+                other = next(n for n, one in enumerate(opened) if axis in one.layout.unreduced)
+                small = min(other, i, key=lambda n: opened[n].x.size)
+                call.refuse(rule, got=[partial[axis], f"operand {i} is {{U:{axis}}}"], fix=call.summed_first(small))
             if axis in owners:
                 factor = owners[axis]
                 call.refuse(
@@ -372,10 +380,19 @@ def marked_axes(call: Call, opened: Sequence[Operand], owners: Mapping[str, Fact
                     f"would meet one block of {factor.name} only.",
                     at=factor.span,
                     got=[f'operand {i}: "{operand.layout.short}"', placed(factor.name, factor.axes)],
-                    fix=call.summed_first(i),
+                    fix=_summed_and_gathered(call, i, factor),
                 )
             partial[axis] = f"operand {i} is {{U:{axis}}}"
     return partial
+
+
+@if_possible
+def _summed_and_gathered(call: Call, index: int, factor: Factor) -> Any:
+    """The call of an operand that a psum has completed. Where the right side has a dimension whole that is divided in
+    another, a gather follows."""
+    right = _divided(with_axes(call.dst, {factor.name: factor.axes})) or call.dst
+    summed: Any = call.summed_first(index, right)
+    return summed if right == call.dst else Fix("all_gather", (summed,), f"{right.short} -> {call.dst.short}")
 
 
 def _subscripts(call: Call, opened: Sequence[Operand], right: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, To, open_call
 from spmd.comm._keywords import as_array, check_array
-from spmd.errors import LayoutError, MeshError, ModeError, SizeError
+from spmd.errors import Fix, LayoutError, MeshError, ModeError, SizeError
 from spmd.language import Atom, Dim, Layout, check_axes
 from spmd.modes import Frame, current_frame
 from spmd.ops._reduce import placed, plain_dims
@@ -337,7 +337,7 @@ def offset(layout: str, /, **names: Any) -> jax.Array | int:
     fault = next((atom for atom in rest if atom.axes), None)
     if fault is not None:
         rule = "the blocks of this dimension are scattered, so there is no one place where a block starts."
-        call.fail(rule, at=fault.span, fix=f'spmd.iota("{layout}")')
+        call.fail(rule, at=fault.span, fix=Fix("iota", (), f"{layout}", call.given))
     factors = [call.factor(atom) for atom in dim.atoms]
     if not call.frame.explicit or not first.axes:
         return 0

@@ -217,6 +217,7 @@ class Recorded:
 
 # Primitives whose own work is to put an array somewhere: the user asked for it.
 _SUMS = ("psum", "psum_scatter")
+_TURNS = ("transpose", "reshape", "squeeze", "expand_dims", "convert_element_type", "broadcast_in_dim")
 _ASKED = ("sharding_constraint", "reshard", "shard_map", "layout_constraint")
 
 
@@ -304,6 +305,14 @@ class Reader:
             if eqn.primitive.name in _ASKED and isinstance(eqn.invars[0], Var):
                 dims = of_sharding(sharding, len(shape_of(eqn.invars[0])), sizes)
                 self._asking.setdefault(eqn.invars[0], []).append((eqn, dims))
+        self._typed: dict[int, bool] = {}  # the equations whose results types ask for, and whether by a reshard behind
+        taken: set[Any] = set()  # what a `reshard` takes, as the end of `jax.sharding.auto_axes` has one
+        for eqn in reversed(equations):
+            behind = not taken.isdisjoint(eqn.outvars)
+            if _is_typed(eqn) or behind:
+                self._typed[id(eqn)] = behind and not _is_typed(eqn)
+            if (_is_typed(eqn) and eqn.primitive.name == "reshard") or (behind and eqn.primitive.name in _TURNS):
+                taken.update(atom for atom in eqn.invars if isinstance(atom, Var))
 
     def move(self, raw: RawMove) -> Move:
         eqns = [self._equations[i] for i in raw.user or raw.maker]
@@ -326,7 +335,7 @@ class Reader:
             phase="backward" if backward else "forward",
             recomputed=any("rematted_computation" in str(one.source_info.name_stack) for one in eqns),
             asked=raw.kind not in _SUMS and eqn is not None and eqn.primitive.name in _ASKED,
-            typed=eqn is not None and _is_typed(eqn),
+            typed=id(eqn) in self._typed,
             dtype=raw.type.dtype,
             shape=raw.type.shape,
             raw=raw,
@@ -376,7 +385,7 @@ class Reader:
         if raw.kind in _SUMS:
             along = ", ".join(axis.text for axis in raw.axes)
             kept = "; only a slice of it is kept, so some compilers make a psum_scatter of it" if raw.scatters else ""
-            return f"{name or 'the result'} adds up what is divided over {along}{_asked_sum(eqn)}{kept}"
+            return f"{name or 'the result'} adds up what is divided over {along}{self._asked_sum(eqn)}{kept}"
         if name in _ASKED:
             return {"shard_map": "the specs of a shard_map ask for it"}.get(name, f"a {name} asks for it")
         if not raw.user:
@@ -392,19 +401,20 @@ class Reader:
             )
         return f"{name} takes it so"
 
+    def _asked_sum(self, eqn: Any) -> str:
+        """Return what the types say of a sum over devices."""
+        if id(eqn) not in self._typed:
+            return ""
+        if self._typed[id(eqn)]:
+            return ", and the out_sharding= around it has no partial sum"
+        left = _compat.unreduced_spec(eqn.params["out_sharding"].spec) if eqn.primitive.name != "reshard" else ()
+        return ", and a reshard takes the sum" if left else ", and its out_sharding= has no partial sum"
+
 
 def _is_typed(eqn: Equation) -> bool:
     """Return whether the types of Explicit axes ask for what an equation moves."""
     sharding = eqn.params.get("out_sharding") if eqn.primitive.name != "reshard" else eqn.params["dst_sharding"]
     return bool(sharding is not None and AxisType.Explicit in sharding.mesh.axis_types)
-
-
-def _asked_sum(eqn: Any) -> str:
-    """Return what the types say of a sum over devices."""
-    if eqn is None or not _is_typed(eqn):
-        return ""
-    left = _compat.unreduced_spec(eqn.params["out_sharding"].spec) if eqn.primitive.name != "reshard" else ()
-    return ", and a reshard takes the sum" if left else ", and its out_sharding= has no partial sum"
 
 
 def _called(label: Sequence[tuple[str, int]], size: int) -> str:

@@ -1,4 +1,5 @@
-"""Paste the fixes of a message into the wrong body, again and again until nothing is said: what a user would do."""
+"""Paste the fixes of a message into the wrong body, again and again until nothing is said: what a user would do. And
+what is asked of what runs then: the numbers and gradients of one device, and no byte more than the compiler sends."""
 
 import re
 import warnings
@@ -7,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import spmd
 from spmd.errors import SpmdError
+from spmd.inspect import collectives
 from tests.errors.registry import fixes_of
 
 SENDS = ("all_gather", "all_to_all", "relayout")
@@ -66,3 +69,35 @@ def sent(kernel: Any, args: Sequence[Any], of: Sequence[str] = ()) -> int:
     lines = spmd.explain(kernel, *args, compiled=False).collectives
     patterns = [re.findall(r'"([^"]*)"', call)[0] for call in calls]
     return sum(one.bytes * one.count for one in lines if not of or any(f'"{p}"' in one.text for p in patterns))
+
+
+def pulled(kernel: Any, args: Sequence[Any], kwargs: Any = None, mode: str = "explicit") -> list[Any]:
+    """The results of a kernel that are no whole numbers, and the gradients of its arguments along cotangents that
+    differ everywhere."""
+    leaves, structure = jax.tree.flatten(tuple(args))
+    moves = lambda x: hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+    places = [i for i, x in enumerate(leaves) if moves(x)]
+
+    def of(*chosen: Any) -> Any:
+        full = {**dict(enumerate(leaves)), **dict(zip(places, chosen, strict=True))}
+        out = getattr(kernel, mode)(*jax.tree.unflatten(structure, list(full.values())), **(kwargs or {}))
+        return [x for x in jax.tree.leaves(out) if moves(x)]
+
+    out, pull = jax.vjp(of, *(np.asarray(leaves[i]) for i in places))
+    back = pull([np.cos(np.arange(x.size)).reshape(x.shape).astype(x.dtype) for x in out])
+    return [*map(np.asarray, (*out, *back))]
+
+
+def check_pasted(kernel: Any, args: Sequence[Any], kwargs: Any = None, *, sends_more: bool = False) -> None:
+    """Compare a mended kernel with itself on one device, forward and backward, and its bytes with the compiler's."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        here, there = (pulled(kernel, args, kwargs, mode) for mode in ("explicit", "reference"))
+    for one, other in zip(here, there, strict=True):
+        scale = np.abs(other).max(initial=1.0)
+        np.testing.assert_allclose(one / scale, other / scale, rtol=2e-5, atol=2e-5)
+    bytes_of = {}
+    for how in ("explicit", "auto"):
+        with spmd.mode(how):
+            bytes_of[how] = collectives(kernel, *args, **(kwargs or {})).total_bytes
+    assert sends_more or bytes_of["explicit"] <= bytes_of["auto"], bytes_of

@@ -56,10 +56,11 @@ some_pairs = pytest.mark.parametrize("pair", SAMPLE, ids=named)
 
 
 @pytest.mark.parametrize("pair", share(EVERY, times=2), ids=named)
-def test_a_pasted_fix_sends_no_more_than_the_right_body(pair: Pair) -> None:
+def test_a_pasted_fix_gives_the_right_numbers_and_sends_no_more(pair: Pair) -> None:
     names, args = list(inspect.signature(pair.mistaken).parameters), pair.arguments()
     body, lines = mended(pair.kernel, pair.mistaken, names, args)
     if body is not None and lines:
+        assert same(results(pair.kernel(body), pair), truth(pair))
         assert sent(pair.kernel(body), args, lines) <= sent(pair.kernel(pair.correct), args)
 
 

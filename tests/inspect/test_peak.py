@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import spmd
 from tests.benchmarks.memory import BOUNDS, PROGRAMS, QUICK, compared, example, same_order
@@ -169,6 +170,74 @@ def test_each_device_holds_its_shards(mesh):
     found = spmd.explain(product, *args, compiled=False).memory
     assert found.estimated == 32 * 256 * 4  # the gathered copy
     assert found.peak == found.arguments + found.outputs + found.estimated <= found.cautious
+
+
+# -------------------- what is not among the arguments, and what is not on the device
+
+
+def kept_in_loops(destination):
+    """The gradient of five layers, which keep `h` on the device, or offload it."""
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["h"]}
+    offload = jax.checkpoint_policies.save_and_offload_only_these_names
+    policy = jax.checkpoint_policies.save_only_these_names("h")
+    if destination:
+        policy = offload(**names, offload_src="device", offload_dst=destination)
+
+    def layers(w, x):
+        layer = lambda h, w: (jnp.tanh(checkpoint_name(h, "h") @ w), None)
+        return lax.scan(jax.checkpoint(layer, policy=policy), x, w)[0].sum()
+
+    return jax.grad(layers)
+
+
+@pytest.mark.parametrize("layout", ["", "l d e, b/dp/tp d -> l d e"])
+def test_what_is_offloaded_stands_on_the_host(layout, mesh):
+    rows, layers, d = 512, 5, 16  # so that rows are most of what stands
+
+    def memory(destination):
+        fn = kept_in_loops(destination)
+        fn = spmd.kernel(layout, mesh=mesh, check="off")(fn) if layout else fn
+        args = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((layers, d, d), (rows, d)))
+        return spmd.explain(fn, *args, compiled=False).memory
+
+    stack = layers * rows * d * 4 // (mesh.size if layout else 1)
+    kept, offloaded = memory(""), memory("pinned_host")
+    assert kept.host == 0 and stack <= offloaded.host <= stack * (1 + 1 / layers)
+    assert kept.peak - offloaded.peak == pytest.approx(stack, rel=0.2)
+    assert offloaded.arguments == kept.arguments
+
+
+def test_arguments_on_the_host_are_not_on_the_device():
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
+    x = jax.device_put(np.ones((64, 64), np.float32), where)
+    found = spmd.explain(jax.jit(lambda x: jax.device_put(x, jax.memory.Space.Device) * 2), x, compiled=False).memory
+    assert (found.arguments, found.outputs, found.host) == (0, x.nbytes, x.nbytes)
+
+
+CLOSED = np.ones((64, 32), np.float32)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_a_device_holds_what_a_body_closes_over(make, times, mesh):
+    """Once, however often it is used, in both views."""
+    closed = make(CLOSED)
+    body = lambda x: sum((x @ closed for _ in range(times)), jnp.zeros((1, 1)))
+    kernel = spmd.kernel("b/dp d -> b/dp f", mesh=mesh)(body)
+    x = jax.ShapeDtypeStruct((8, 64), "float32")
+    for compiled in (None, False):
+        found = spmd.explain(kernel, x, compiled=compiled).memory
+        assert found.constants == CLOSED.nbytes
+        assert found.total - found.constants == found.arguments + found.outputs + (found.temporaries or 0)
+        assert found.peak == found.arguments + found.constants + found.outputs + found.estimated
+    assert "constants" in str(spmd.explain(kernel, x, compiled=False))
+
+
+def test_a_constant_that_is_divided_lies_in_blocks(mesh):
+    closed = spmd.shard(CLOSED, "d/tp f", mesh=mesh)
+    fn = lambda x: jax.lax.with_sharding_constraint(x @ closed, jax.NamedSharding(mesh, jax.P()))
+    found = spmd.explain(jax.jit(fn), jax.ShapeDtypeStruct((8, 64), "float32"), compiled=False).memory
+    assert found.constants == CLOSED.nbytes // 4
 
 
 @pytest.fixture

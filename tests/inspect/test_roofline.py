@@ -1,5 +1,7 @@
 """Memory and time from few numbers, added up by hand."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import spmd
@@ -22,6 +24,28 @@ def test_time_lies_between_all_overlap_and_none():
     assert (time.overlapped, time.serial, time.bound) == (3.0, 6.0, "memory")
 
 
+@pytest.mark.parametrize("grad", [jax.value_and_grad, jax.grad])
+def test_what_is_computed_again_is_no_use(grad):
+    """The share of the peak counts it, and MFU does not. With the gradient alone nothing is computed twice."""
+
+    def seconds(around):
+        loss = lambda w, x: around(lambda w, x: jnp.tanh(jnp.tanh(x @ w) @ w))(w, x).sum()
+        args = (jax.ShapeDtypeStruct((256, 256), "float32"),) * 2
+        return spmd.explain(grad(loss), *args, hardware="h100", compiled=False)
+
+    once, twice = seconds(lambda fn: fn), seconds(jax.checkpoint)
+    assert once.time.again == 0 and "MFU" not in str(once)
+    assert twice.time.compute - twice.time.again == pytest.approx(once.time.compute)
+    assert (twice.time.again > 0) == (grad is jax.value_and_grad)
+    assert twice.time.mfu == pytest.approx(once.time.compute / twice.time.overlapped)
+    assert twice.to_dict()["time"]["mfu"] == twice.time.mfu
+    if not twice.time.again:
+        return
+    share = f"{twice.time.compute / twice.time.serial:.0%} of peak FLOP/s"
+    useful = f"MFU, without what is computed again: {once.time.compute / twice.time.serial:.0%}"
+    assert f"{share}; {useful}" in twice.table(200)
+
+
 def test_a_gather_takes_what_its_link_says(mesh):
     link = spmd.accelerators.Link(bandwidth=1e9, latency=1e-6)
     machine = spmd.accelerators.Hardware(
@@ -31,8 +55,6 @@ def test_a_gather_takes_what_its_link_says(mesh):
     @spmd.kernel("b/dp d/tp -> b/dp d", mesh=mesh)
     def gather(x):
         return spmd.all_gather(x, "b/dp d/tp -> b/dp d", to="invarying")
-
-    import jax
 
     report = spmd.explain(gather, jax.ShapeDtypeStruct((8, 64), "float32"), hardware=machine, compiled=False)
     [sent] = report.collectives

@@ -73,6 +73,69 @@ def test_a_partial_sum_that_a_reshard_takes():
     assert one.written and one.note == "dot_general adds up what is divided over tp, and a reshard takes the sum"
 
 
+typed_tanh = spmd.kernel("b/dp d -> b/dp d", mesh=TYPED)(jnp.tanh)
+
+
+def product(x, w):
+    return jnp.einsum("bf,fd->bd", x, w, out_sharding=P("dp", None))
+
+
+PRODUCT = at("b/dp f/tp", 16, 64), at("f/tp d", 64, 32)
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+def test_beside_a_kernel_they_are_somebodys_code_too(compiled):
+    """No plan is asked for where a kernel divides a part of the program."""
+    with jax.set_mesh(TYPED):
+        report = explain(jax.jit(lambda x, w: typed_tanh(product(x, w))), *PRODUCT, compiled=compiled)
+        grad = jax.grad(lambda w, x: typed_tanh(product(x, w)).sum())
+        back = explain(jax.jit(grad), *PRODUCT[::-1], compiled=compiled)
+        three = jax.jit(lambda x, w: jax.lax.fori_loop(0, 3, lambda i, y: typed_tanh(product(x, w)) + y, product(x, w)))
+        loop = explain(three, *PRODUCT, compiled=False)
+    [one] = report.collectives
+    assert (one.kind, one.axes, one.bytes, one.text) == (
+        "psum",
+        ("tp",),
+        8 * 32 * 4 * 3 // 2,
+        "out_sharding= of a product",
+    )
+    assert report.unwritten == back.unwritten == ()
+    assert {(one.axes, one.phase) for one in back.collectives} == {(("tp",), "forward"), (("dp",), "backward")}
+    assert sum(one.count for one in loop.collectives) == 4
+
+
+def test_beside_a_kernel_a_reshard_is_somebodys_code_too():
+    with jax.set_mesh(TYPED):
+        report = explain(jax.jit(lambda x: typed_tanh(jax.sharding.reshard(x * 2, P("dp", None)))), PRODUCT[0])
+    [one] = report.collectives
+    assert one.written and (one.kind, one.axes) == ("all_gather", ("tp",)) and one.text.startswith("reshard: ")
+
+
+@pytest.mark.parametrize("compiled", [None, False])
+def test_the_end_of_auto_axes_asks_for_sums(compiled):
+    """A gather, a product of three and their gradients have no `out_sharding=` of their own in the jaxpr."""
+    table, ids = at("v/tp d", 64, 16), jax.ShapeDtypeStruct((8,), "int32", sharding=NamedSharding(TYPED, P("dp")))
+    rows = lambda t, i: t.at[i].get(out_sharding=P("dp", None))
+    three = lambda x, w: jnp.einsum("bf,fd,de->be", x, w, jnp.ones((32, 4)), out_sharding=P("dp", None))
+    with jax.set_mesh(TYPED):
+        found = [
+            explain(jax.jit(rows), table, ids, compiled=compiled),
+            explain(jax.jit(jax.grad(lambda t, i: rows(t, i).sum())), table, ids, compiled=compiled),
+            explain(jax.jit(three), *PRODUCT, compiled=compiled),
+        ]
+    for report, phase in zip(found, ("forward", "backward", "forward"), strict=True):
+        [one] = report.collectives
+        assert (
+            one.written and one.phase == phase and one.note.endswith("the out_sharding= around it has no partial sum")
+        )
+
+
+def test_a_sum_that_no_type_asks_for_stays_the_compilers():
+    with jax.set_mesh(TYPED):
+        [one] = explain(jax.jit(lambda x: x.sum(1)), PRODUCT[0]).collectives
+    assert not one.written
+
+
 @custom_partitioning
 def row_sums(x):
     return x.sum(1)

@@ -74,6 +74,44 @@ def weighted(x, w):
 doubled = spmd.custom_vjp(weighted)
 doubled.defvjp(lambda x, w: (weighted(x, w), (x, w)), lambda kept, g: (g * kept[1][None], (g * kept[0]).sum(0)))
 
+
+def in_a_rule(make):
+    """A function whose backward rule sends: as it is written, in a loop, and by a gradient that JAX takes there."""
+    fn = make(lambda x: 2 * x)
+    swap = lambda g: jax.lax.all_to_all(g, "tp", 0, 0, tiled=True)
+
+    def back(x, g):
+        swapped = jax.lax.scan(lambda c, _: (swap(c), None), swap(g), length=2)[0]
+        return (swapped + jax.vjp(lambda y: jax.lax.all_gather(y, "tp", tiled=True), x)[1](jnp.tile(g, (4, 1)))[0],)
+
+    fn.defvjp(lambda x: (2 * x, x), back)
+    return lambda x: fn(x) + swap(x)
+
+
+@pytest.mark.parametrize("make", [jax.custom_vjp, spmd.custom_vjp])
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.checkpoint])
+def test_what_a_backward_rule_calls_is_written(make, around, mesh):
+    kernel = spmd.kernel("b/dp/tp d -> b/dp/tp d", mesh=mesh)(in_a_rule(make))
+    fn = jax.grad(lambda x: around(kernel)(x).sum())
+    x = jax.ShapeDtypeStruct((64, 4), "float32")
+    found = [(one.kind, one.text, one.count) for one in written(fn, (x,), {}).collectives if one.phase == "backward"]
+    assert found == [
+        ("all_to_all", "gradient of lax.all_to_all", 1),
+        ("all_to_all", "lax.all_to_all", 1),
+        ("all_to_all", "lax.all_to_all", 2),
+        ("psum_scatter", "gradient of lax.all_gather", 1),
+    ]
+
+
+def test_a_sum_of_a_backward_rule_is_not_implicit(mesh):
+    fn = jax.custom_vjp(lambda w, x: w * x)
+    fn.defvjp(lambda w, x: (w * x, (w, x)), lambda k, g: (jax.lax.psum((g * k[1]).sum(), ("dp", "tp")), g * k[0]))
+    kernel = spmd.kernel("scalar, b/dp/tp -> b/dp/tp", mesh=mesh)(fn)
+    args = jax.ShapeDtypeStruct((), "float32"), jax.ShapeDtypeStruct((64,), "float32")
+    [one] = written(jax.grad(lambda w, x: kernel(w, x).sum()), args, {}).collectives
+    assert (one.text, one.implicit, one.phase) == ("lax.psum", False, "backward")
+
+
 # name: signature, body, shapes
 OPS = {
     "einsum psum": (
