@@ -17,7 +17,7 @@ from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
 from spmd.comm._planned import Prefer, axes_after, check_prefer, planned
 from spmd.errors import Fix
-from spmd.language import Layout, factors_of, turned, verb_for, with_axes_of
+from spmd.language import Layout, turned, verb_for, with_axes_of
 
 T = TypeVar("T")
 Axes = tuple[str, ...]
