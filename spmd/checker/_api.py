@@ -22,6 +22,7 @@ from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
+from spmd.checker._names import misnamed
 from spmd.checker._state import State
 from spmd.checker._verdict import (
     Verdict,
@@ -94,6 +95,7 @@ def checked(
     if raw and trial.wrong and not any(one.certain for one in findings):
         trial = replace(trial, why=_MEANT)
     cleared = dict.fromkeys(one.line for one in walk.findings if one not in findings)
+    findings = [*(misnamed(jaxpr, name) if walk.compares_names else ()), *findings]
     verdict = judge(findings, trial, unknown, list(cleared), believed_lines(jaxpr))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
@@ -181,12 +183,26 @@ def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[bool], Trial] 
     With SPMD_CHECK=full numbers are asked of each kernel, whatever types say.
     """
     found, full = dict.fromkeys(walk.findings), os.environ.get("SPMD_CHECK") == "full"
+    names = misnamed(walk.root, kernel) if walk.compares_names else []
     if ask is None or not (found or full):
-        report(kernel, found, how)
+        report(kernel, [*names, *found], how, _NAMES if names else "")
         return
     trial = but_for_noise(ask(about_gradients(walk.findings)), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
-    report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, trial.why)
+    every = [*names, *confirmed(found, trial, kernel, unknown, whole=full, walk=walk)]
+    report(kernel, every, how, trial.why or (_NAMES if names else ""))
+
+
+_NAMES = "the body cannot be traced where the sizes of these names differ"
+
+
+def check_names(closed_jaxpr: Any, kernel: str, how: str) -> None:
+    """Check the names of dimensions alone: of a body on whole arrays, where layouts claim nothing.
+
+    Raises:
+      ReplicationError: One for all findings.
+    """
+    report(kernel, misnamed(closed_jaxpr, kernel), how, _NAMES)
 
 
 def check_body(

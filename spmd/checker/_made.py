@@ -359,7 +359,7 @@ def _summed(eqn: Equation, ins: Sequence[_At]) -> Made | None:
 
 
 _SHAPED = ("transpose", "squeeze", "reshape", "broadcast_in_dim")
-_SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name", "spmd_fused")
+_SAME = ("copy", "copy_p", "pvary", "pcast", "optimization_barrier", "name", "spmd_fused", "spmd_names")
 _RULES: dict[str, Callable[[Any, Sequence[_At]], Made | None]] = {
     **dict.fromkeys(_SAME, _follow),
     "spmd_retype": _retyped,

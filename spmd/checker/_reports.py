@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import spmd.checker._mends as mend
+from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.lines import gradient_line, line_of
 from spmd._jaxprs.walker import Equation, Variable, opened, shape_of
 from spmd.checker._history import call_around, shown_spec
@@ -448,6 +449,29 @@ def returned_otherwise(walk: Any, eqn: Equation, index: int, state: State, spec:
     rule = "A result is put together along other dimensions, or in another order, than it is divided."
     got = (f"output {index}, {shown_spec(spec)}", f'the value lies as "{mend.shown_dims(state)}"')
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
+
+
+def called_otherwise(walk: Any, eqn: Equation, wrong: Sequence[tuple[Any, Any]], raised: Sequence[Exception]) -> Fault:
+    """Dimensions that a string calls otherwise than they came."""
+    layout, came = eqn.params["layout"], {dim: have.name for dim, have in wrong}
+    renamed = lambda dim: replace(dim, atoms=(replace(dim.atoms[0], name=came[dim]),)) if dim in came else dim
+    have, names = " ".join(renamed(dim).short for dim in layout.dims), [*came.values()]
+    said = " ".join(dim.short for dim in layout.dims)
+    rule = f'"{said}" is what the string calls the dimensions, and they came as "{have}": only their sizes are equal.'
+    got = [f"{one.name}: {_given(*one.origin)}" for _, one in wrong]
+    got += [f"where the sizes differ: {first_line(error)}" for error in raised]
+    turned = {*names} == {dim.names[0] for dim, _ in wrong} and not layout.axes and not layout.has_ellipsis
+    if eqn.params["role"] == "output" and turned:
+        fix = Fix("rearrange", (eqn.params["value"],), f"{have} -> {said}")
+        return _at_marker(walk, eqn, rule, _span(layout), got, fix, f'or "{have}" in the signature')
+    advice = f'"{have}" in this string, or another name, which the signature does not have'
+    return _at_marker(walk, eqn, rule, _span(layout), got, None, advice)
+
+
+def _given(eqn: Equation, callers: Sequence[Equation]) -> str:
+    """Return what gave a dimension its name, and where."""
+    at = line_of(eqn, callers) if eqn.params["role"] != "argument" else ""
+    return f"{eqn.params['call']}{at and f', at {at}'}"
 
 
 Span = tuple[int, int]

@@ -670,7 +670,7 @@ def _counts(rule: Rule) -> Rule:
 
 _SAME = """pvary pcast pbroadcast preduced reduced_vary_cast reduced_vary_cast_p vary_unreduced_cast
     vary_unreduced_cast_p optimization_barrier device_put reshard sharding_constraint layout_constraint mesh_cast copy
-    copy_p stop_gradient name reduce_scatter_done reduce_precision spmd_layout spmd_assert_equal spmd_order
+    copy_p stop_gradient name reduce_scatter_done reduce_precision spmd_layout spmd_assert_equal spmd_order spmd_names
     spmd_fused spmd_retype"""
 
 Simulator.rules = {

@@ -22,6 +22,7 @@ from spmd.modes import Frame, try_frame
 layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 order_p = _compat.identity_primitive("spmd_order")
+names_p = _compat.identity_primitive("spmd_names")
 
 
 def _retraced(cotangent: Any, *, what: str, role: str) -> Any:
@@ -113,7 +114,33 @@ def mark(
     if due or tag_of(x) is not None:
         said = {**({"gone": gone} if gone else {}), **({"value": name} if name else {})}
         x = layout_p.bind(x, layout=layout, call=text, role=role, **said)
+    x = named(x, layout, text, role=role, frame=frame, name=name)
     return tag(x, layout, text, name if role == "argument" else None)
+
+
+def named(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, name: str | None = None) -> Any:
+    """Leave the names of the dimensions on a value, if some of them have one size.
+
+    The check after the trace follows names: where sizes differ, the sizes tell what a dimension is.
+
+    Args:
+      x: The value.
+      layout: Its layout.
+      text: The call, for messages.
+      role: As for `mark`. What is an operand or leaves the kernel has come with names, and is now compared with them.
+      frame: The frame of the call.
+      name: As for `mark`.
+    """
+    alike, known = frame.alike, tag_of(x)
+    if alike is None or alike.names.isdisjoint(layout.names):
+        return x
+    if role == "operand" and known is not None and _names(known.layout) == _names(layout):
+        return x
+    return names_p.bind(x, layout=layout, call=text, role=role, alike=alike, value=name)
+
+
+def _names(layout: Layout) -> list[tuple[str, ...]]:
+    return [dim.names for dim in layout.dims]
 
 
 def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew: bool = False) -> Any:

@@ -21,7 +21,7 @@ from spmd.language import axes_product
 _SUMS = frozenset(("psum", "psum_invariant"))
 # Linear in their first operand, or in each of them.
 _LINEAR_NAMES = """neg convert_element_type reshape transpose squeeze reduce_sum slice dynamic_slice copy rev
-    spmd_layout name sharding_constraint pcast pvary mul div dot_general scatter-add scatter_add"""
+    spmd_layout spmd_names name sharding_constraint pcast pvary mul div dot_general scatter-add scatter_add"""
 _LINEAR = frozenset(_LINEAR_NAMES.split())
 _ADDS = frozenset(("add", "add_any"))
 

@@ -19,11 +19,11 @@ from spmd.inspect._program import ANYWHERE, Placement, of_sharding
 _ELEMENTWISE_NAMES = """add sub mul div neg exp exp2 log log1p expm1 tanh logistic sin cos sqrt rsqrt cbrt erf
     integer_pow pow max min abs sign floor ceil round select_n clamp convert_element_type and or not xor eq ne lt le
     gt ge square add_any copy is_finite rem nextafter optimization_barrier reduce_precision name spmd_layout
-    stop_gradient spmd_fused"""
+    stop_gradient spmd_names spmd_fused"""
 ELEMENTWISE = frozenset(_ELEMENTWISE_NAMES.split())
 # They give another name to the same bytes.
 _RENAMES_NAMES = """reshape squeeze expand_dims name pvary pcast sharding_constraint stop_gradient
-    optimization_barrier spmd_layout spmd_assert_equal spmd_order spmd_retype spmd_fused"""
+    optimization_barrier spmd_layout spmd_assert_equal spmd_order spmd_names spmd_retype spmd_fused"""
 RENAMES = frozenset(_RENAMES_NAMES.split())
 
 WINDOWS = frozenset(("slice", "split", "unstack"))  # their results are parts of the operand's bytes
@@ -158,7 +158,7 @@ def through(eqn: Equation, ins: Sequence[Value]) -> list[Value]:
 _FREE_NAMES = """broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice
     concatenate pad rev iota convert_element_type bitcast_convert_type copy copy_p select_n stop_gradient device_put
     gather pvary pcast sharding_constraint reshard split name optimization_barrier is_finite real imag
-    reduce_precision sort spmd_layout spmd_assert_equal spmd_order spmd_split spmd_roll spmd_move spmd_retype
+    reduce_precision sort spmd_layout spmd_assert_equal spmd_order spmd_names spmd_split spmd_roll spmd_move spmd_retype
     spmd_fused"""
 _FREE = frozenset(_FREE_NAMES.split())
 # What writes its result to memory and reads its operands from there; elementwise chains between are fused into it.
