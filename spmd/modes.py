@@ -59,11 +59,13 @@ class Alike:
     """The names of a kernel that have the size of another one: a string may take one for the other, and fit.
 
     Attributes:
+      kernel: The kernel, for messages.
       names: Those names.
       apart: From two of them to what tracing the body raises where one has another size, and where the other has; None
         for each trace that ends.
     """
 
+    kernel: str
     names: frozenset[str]
     apart: Callable[[str, str], Sequence[Exception | None]]
 

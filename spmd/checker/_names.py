@@ -55,6 +55,8 @@ class Names(Domain):
             return self._mapped(entry.map(eqn), eqn, operands)
         if name == "reshape":
             return [_regrouped(given, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))]
+        if name == "gather":
+            return [_picked(eqn, *operands)]
         moved = name in COMMUNICATES and len(operands) == len(eqn.outvars)
         like = operands if moved else [given] * len(eqn.outvars)
         pairs = zip(like, eqn.outvars, strict=True)
@@ -115,6 +117,15 @@ class Names(Domain):
         for i, leaf in arguments_of(eqn, kernel_around(self.callers)).items():
             entering[i] = self.named(leaf.layout, entering[i], shape_of(body.invars[i]), self.sizes)
         return self.run(eqn, part, entering)
+
+
+def _picked(eqn: Equation, given: Labels, indices: Labels) -> Labels:
+    """The names of what indices pick: those of the indices, and of the dimensions that are taken whole."""
+    numbers, taken, before = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
+    gone = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    window = iter([given[d] if taken[d] == n else () for d, n in enumerate(before) if d not in gone])
+    rows = iter(indices[:-1])
+    return tuple(next(window if d in numbers.offset_dims else rows) for d in range(len(shape_of(eqn.outvars[0]))))
 
 
 def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
@@ -200,8 +211,8 @@ class Misnamed(Names):
         return [tuple(map(long, labels, shape_of(var))) for labels, var in pairs]
 
     def said(self, eqn: Equation, given: Labels) -> list[Labels]:
-        """Compare the names that a string gives with those that the value came with. Of a dimension that has been called
-        otherwise nothing more is said."""
+        """Compare the names that a string gives with those that the value came with. What has been called otherwise once
+        is not compared again."""
         layout, alike, shape = eqn.params["layout"], eqn.params["alike"], shape_of(eqn.outvars[0])
         places = claim_of(layout).at(len(shape), eqn.params.get("mapped", ()))
         dims, out = [dim for dim in layout.dims if not dim.ellipsis], list(given)
@@ -247,11 +258,10 @@ def misnamed(jaxpr: Any, kernel: str) -> list[Finding]:
         if not raised:
             continue
         every = [error for *_, errors in raised for error in errors]
-        told = [
-            one for one in every if isinstance(one, SizeError) and any((one.fault.call or "") in at for at in calls)
-        ]
+        certain = any(isinstance(one, SizeError) and any((one.fault.call or "") in at for at in calls) for one in every)
         domain.callers[:] = callers
-        fault = report.called_otherwise(domain, eqn, [(dim, have) for dim, have, _ in raised], (told or every)[:1])
+        others = [] if certain else every[:1]
+        fault = report.called_otherwise(domain, eqn, [(dim, have) for dim, have, _ in raised], others)
         line = line_of(eqn, callers) or domain.history.line(eqn.invars[0]) or called_at()
-        findings.append(found(fault, "name", line, bool(told)))
+        findings.append(found(fault, "name", line, certain))
     return findings

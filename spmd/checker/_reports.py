@@ -457,9 +457,10 @@ def called_otherwise(walk: Any, eqn: Equation, wrong: Sequence[tuple[Any, Any]],
     renamed = lambda dim: replace(dim, atoms=(replace(dim.atoms[0], name=came[dim]),)) if dim in came else dim
     have, names = " ".join(renamed(dim).short for dim in layout.dims), [*came.values()]
     said = " ".join(dim.short for dim in layout.dims)
-    rule = f'"{said}" is what the string calls the dimensions, and they came as "{have}": only their sizes are equal.'
-    got = [f"{one.name}: {_given(*one.origin)}" for _, one in wrong]
-    got += [f"where the sizes differ: {first_line(error)}" for error in raised]
+    rule = f'"{said}" is what the string calls the dimensions, and they came as "{have}": only the sizes are equal.'
+    given = {one.name: _given(*one.origin) for _, one in wrong}
+    got = [f"{', '.join(name for name in given if given[name] == of)}: {of}" for of in dict.fromkeys(given.values())]
+    got += [f"where their sizes differ, the body fails: {first_line(error)}" for error in raised]
     turned = {*names} == {dim.names[0] for dim, _ in wrong} and not layout.axes and not layout.has_ellipsis
     if eqn.params["role"] == "output" and turned:
         fix = Fix("rearrange", (eqn.params["value"],), f"{have} -> {said}")
@@ -470,8 +471,8 @@ def called_otherwise(walk: Any, eqn: Equation, wrong: Sequence[tuple[Any, Any]],
 
 def _given(eqn: Equation, callers: Sequence[Equation]) -> str:
     """Return what gave a dimension its name, and where."""
-    at = line_of(eqn, callers) if eqn.params["role"] != "argument" else ""
-    return f"{eqn.params['call']}{at and f', at {at}'}"
+    call, of = eqn.params["call"], eqn.params["alike"].kernel
+    return f"{call} of {of}" if eqn.params["role"] == "argument" else f"{call}, at {line_of(eqn, callers)}"
 
 
 Span = tuple[int, int]

@@ -278,7 +278,9 @@ class Plan:
         whole = lambda x, layout: layout.with_rank(x.ndim).global_shape(x.shape, self.sizes) if local else x.shape
         pairs = zip(leaves, self.layouts, strict=True)
         structs = [jax.ShapeDtypeStruct(whole(x, layout), held_dtype(x)) for x, layout in pairs]
-        return Alike(names, functools.cache(functools.partial(_traced_apart, self, structs, bound)))
+        return Alike(
+            self.signature.text, names, functools.cache(functools.partial(_traced_apart, self, structs, bound))
+        )
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
         """Run the body on leaves as they are here. Its results come flat, checked and marked."""
