@@ -165,6 +165,7 @@ def _pallas(walk: Dataflow, eqn: Equation, operands: Sequence[State]) -> Sequenc
 
 
 def _names(walk: Dataflow, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
+    """A value passes, and names of one size are compared when the walk has ended."""
     walk.compares_names = True
     return operands
 

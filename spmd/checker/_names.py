@@ -22,7 +22,7 @@ from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._table import NEW, TABLE, groups
 from spmd.errors import SizeError
-from spmd.language import Dim, Layout
+from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
 Label = tuple[Part, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
@@ -173,12 +173,12 @@ class Suspect(NamedTuple):
     Attributes:
       eqn: What it says.
       callers: The equations around.
-      wrong: Each dimension of the string, with the name that it came with.
+      wrong: The names that dimensions came with, by their places in the string.
     """
 
     eqn: Equation
     callers: tuple[Equation, ...]
-    wrong: tuple[tuple[Dim, Called], ...]
+    wrong: Mapping[int, Called]
 
 
 class Misnamed(Names):
@@ -186,6 +186,7 @@ class Misnamed(Names):
 
     Attributes:
       root: The jaxpr that is walked.
+      calls: Those in which a dimension is called otherwise.
     """
 
     rules: ClassVar[Mapping[str, Rule]] = {"spmd_names": lambda walk, eqn, operands: walk.said(eqn, *operands)}
@@ -193,6 +194,7 @@ class Misnamed(Names):
     def __init__(self, root: Any) -> None:
         super().__init__({})
         self.root = root
+        self.calls: set[str] = set()
 
     @functools.cached_property
     def history(self) -> History:
@@ -211,23 +213,26 @@ class Misnamed(Names):
         return [tuple(map(long, labels, shape_of(var))) for labels, var in pairs]
 
     def said(self, eqn: Equation, given: Labels) -> list[Labels]:
-        """Compare the names that a string gives with those that the value came with. What has been called otherwise once
-        is not compared again."""
+        """Compare the names that a string gives with those that the value came with. Where they differ once, nothing is
+        compared again."""
         layout, alike, shape = eqn.params["layout"], eqn.params["alike"], shape_of(eqn.outvars[0])
+        call, compared = eqn.params["call"], eqn.params["role"] in _COMPARED
         places = claim_of(layout).at(len(shape), eqn.params.get("mapped", ()))
-        dims, out = [dim for dim in layout.dims if not dim.ellipsis], list(given)
-        where, wrong = (eqn, tuple(self.callers)), []
-        for place, dim in zip(places or (), dims, strict=bool(places)):
-            if len(dim.atoms) != 1 or dim.names[0] not in alike.names:
+        dims, out = [(i, dim) for i, dim in enumerate(layout.dims) if not dim.ellipsis], list(given)
+        where, wrong = (eqn, tuple(self.callers)), {}
+        for place, (i, dim) in zip(places or (), dims, strict=bool(places)):
+            if len(dim.atoms) != 1 or (name := dim.names[0]) not in alike.names or out[place] is _MIXED:
                 continue
             [have] = out[place] if len(out[place]) == 1 else [None]
             if have is None or have.alike is not alike or have.size != shape[place]:
-                out[place] = out[place] if out[place] is _MIXED else (Called(dim.names[0], shape[place], alike, where),)
-            elif have.name != dim.names[0]:
+                out[place] = (Called(name, shape[place], alike, where),)
+            elif have.name != name:
+                wrong[i], out[place] = have, _MIXED
+            if not compared and call in self.calls:  # what comes of a mistake
                 out[place] = _MIXED
-                wrong += [(dim, have)] if eqn.params["role"] in _COMPARED else []
-        if wrong:
-            self.findings.append(Suspect(*where, tuple(wrong)))
+        if wrong and compared:
+            self.findings.append(Suspect(*where, wrong))
+            self.calls.add(call)
         return [tuple(out)]
 
     def met(self, one: Label, other: Label) -> Label:
@@ -249,19 +254,18 @@ def misnamed(jaxpr: Any, kernel: str) -> list[Finding]:
     reason where the two have different sizes."""
     domain = Misnamed(jaxpr)
     walk(jaxpr, [domain.constant(var, None) for var in opened(jaxpr)[0].invars], domain)
-    suspects: list[Suspect] = list(dict.fromkeys(domain.findings))
-    calls = [one.eqn.params["call"] for one in suspects]
     findings: list[Finding] = []
-    for eqn, callers, wrong in suspects:
-        raised = [(dim, have, have.alike.apart(*sorted((dim.names[0], have.name)))) for dim, have in wrong]
-        raised = [one for one in raised if None not in one[2]]  # a trace that ends: sizes may differ
-        if not raised:
+    for eqn, callers, wrong in domain.findings:
+        said = [dim.names for dim in eqn.params["layout"].dims]
+        raised = {i: have.alike.apart(*sorted((*said[i], have.name))) for i, have in wrong.items()}
+        kept = {i: have for i, have in wrong.items() if None not in raised[i]}  # of a trace that ends, sizes may differ
+        if not kept:
             continue
-        every = [error for *_, errors in raised for error in errors]
-        certain = any(isinstance(one, SizeError) and any((one.fault.call or "") in at for at in calls) for one in every)
+        every = [error for i in kept for error in raised[i]]
+        ours = [one.fault.call or "" for one in every if isinstance(one, SizeError)]
+        certain = any(one in call for one in ours for call in domain.calls)
         domain.callers[:] = callers
-        others = [] if certain else every[:1]
-        fault = report.called_otherwise(domain, eqn, [(dim, have) for dim, have, _ in raised], others)
+        fault = report.called_otherwise(domain, eqn, kept, [] if certain else every[:1])
         line = line_of(eqn, callers) or domain.history.line(eqn.invars[0]) or called_at()
         findings.append(found(fault, "name", line, certain))
     return findings

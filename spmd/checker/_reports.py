@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -451,21 +451,21 @@ def returned_otherwise(walk: Any, eqn: Equation, index: int, state: State, spec:
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
 
 
-def called_otherwise(walk: Any, eqn: Equation, wrong: Sequence[tuple[Any, Any]], raised: Sequence[Exception]) -> Fault:
+def called_otherwise(walk: Any, eqn: Equation, wrong: Mapping[int, Any], raised: Sequence[Exception]) -> Fault:
     """Dimensions that a string calls otherwise than they came."""
-    layout, came = eqn.params["layout"], {dim: have.name for dim, have in wrong}
-    renamed = lambda dim: replace(dim, atoms=(replace(dim.atoms[0], name=came[dim]),)) if dim in came else dim
-    have, names = " ".join(renamed(dim).short for dim in layout.dims), [*came.values()]
-    said = " ".join(dim.short for dim in layout.dims)
+    layout = eqn.params["layout"].without_brackets()
+    renamed = lambda dim, name: replace(dim, atoms=(replace(dim.atoms[0], name=name),))
+    dims = [renamed(dim, wrong[i].name) if i in wrong else dim for i, dim in enumerate(layout.dims)]
+    said, have = (" ".join(dim.short for dim in some) for some in (layout.dims, dims))
     rule = f'"{said}" is what the string calls the dimensions, and they came as "{have}": only the sizes are equal.'
-    given = {one.name: _given(*one.origin) for _, one in wrong}
+    given = {one.name: _given(*one.origin) for one in wrong.values()}
     got = [f"{', '.join(name for name in given if given[name] == of)}: {of}" for of in dict.fromkeys(given.values())]
     got += [f"where their sizes differ, the body fails: {first_line(error)}" for error in raised]
-    turned = {*names} == {dim.names[0] for dim, _ in wrong} and not layout.axes and not layout.has_ellipsis
-    if eqn.params["role"] == "output" and turned:
-        fix = Fix("rearrange", (eqn.params["value"],), f"{have} -> {said}")
-        return _at_marker(walk, eqn, rule, _span(layout), got, fix, f'or "{have}" in the signature')
-    advice = f'"{have}" in this string, or another name, which the signature does not have'
+    turned = sorted(dim.names for dim in dims) == sorted(dim.names for dim in layout.dims) and not layout.axes
+    fix = Fix("rearrange", (eqn.params["value"],), f"{have} -> {said}") if turned else None
+    if eqn.params["role"] == "output":
+        return _at_marker(walk, eqn, rule, _span(layout), got, fix, f'{"or " if fix else ""}"{have}" in the signature')
+    advice = f'"{have}" in this string{f", or {fix} before it" if fix else ""}'
     return _at_marker(walk, eqn, rule, _span(layout), got, None, advice)
 
 

@@ -318,7 +318,7 @@ def _enter(names: str, how: Callable[[Any], Map], linear: str, says: str, *param
         TABLE[name] = Entry(how, linear, says, params, told or given)
 
 
-_IDENTITIES = """neg real imag conj copy copy_p spmd_fused spmd_names stop_gradient name sharding_constraint reshard
+_IDENTITIES = """neg real imag conj copy copy_p spmd_fused stop_gradient name sharding_constraint reshard
     pvary pbroadcast pcast preduced reduced_vary_cast reduced_vary_cast_p reduce_precision mesh_cast
     layout_constraint reduce_scatter_done"""
 _CURVED = """abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt cbrt square integer_pow pow polynomial

@@ -526,7 +526,7 @@ class Call:
             if layout.has_ellipsis:  # what `...` stands for must not be divided over an axis of the string
                 said["named"] = self.pattern.axis_names
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)
-        x = named(x, layout, self.text, role="operand", frame=self.frame)
+        x = named(x, layout, self.text, role="operand", frame=self.frame, name=self._shown(index))
         return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), tuple(names), layout)
 
     def no_margins(self, layout: Layout) -> None:
