@@ -13,7 +13,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, overload
 
@@ -55,22 +55,6 @@ _met: set[str] = set()  # of any kernel: a function that JAX has traced before i
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
-    """The names of a kernel that have the size of another one: a string may take one for the other, and fit.
-
-    Attributes:
-      kernel: The kernel, for messages.
-      names: Those names.
-      apart: From two of them to what tracing the body raises where one has another size, and where the other has; None
-        for each trace that ends.
-    """
-
-    kernel: str
-    names: frozenset[str]
-    apart: Callable[[str, str], Sequence[Exception | None]]
-
-
-@dataclass(frozen=True, eq=False)
 class Frame:
     """What a kernel's body knows about where it runs. Two frames that know the same share traces.
 
@@ -81,7 +65,6 @@ class Frame:
       mapping: The kernel's `AxisMapping`, or None.
       renames: The kernel's `axes=` keyword, sorted.
       bound: The name of each dimension that the signature bound, with its global size.
-      alike: Which of these names have one size; None if none have, or if nobody asks.
       constrain: In auto mode, whether every layout is a constraint or only the signature's.
       island: Whether this is a per-shard island inside a body that runs on whole arrays.
       watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
@@ -92,6 +75,7 @@ class Frame:
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       axis_names: The mesh axes, in mesh order.
       known: The sizes of `bound`, by name.
+      alike: The names that have the size of another one: a string may take one for the other, and fit.
     """
 
     mode: str
@@ -100,7 +84,6 @@ class Frame:
     mapping: AxisMapping | None = None
     renames: tuple[tuple[str, Any], ...] = ()
     bound: tuple[tuple[str, Size], ...] = ()
-    alike: Alike | None = None
     constrain: str = "all"
     island: bool = False
     watched: frozenset[str] = frozenset()
@@ -111,11 +94,15 @@ class Frame:
     explicit: bool = field(init=False, repr=False)
     axis_names: tuple[str, ...] = field(init=False, repr=False)
     known: dict[str, Size] = field(init=False, repr=False)
+    alike: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "explicit", self.mode == "explicit")
         object.__setattr__(self, "axis_names", tuple(dict(self.sizes)))
         object.__setattr__(self, "known", dict(self.bound))
+        sizes = [one.size for _, one in self.bound]
+        alike = frozenset(name for name, one in self.bound if sizes.count(one.size) > 1 < one.size)
+        object.__setattr__(self, "alike", alike)
 
     def axis_size(self, axes: str | tuple[str, ...]) -> int:
         """The number of devices along one mesh axis, or the product over several."""
@@ -334,7 +321,7 @@ def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
         frame = _frame.value
         if frame is None or not (frame.bound or (hide_mapping and frame.mapping is not None)):
             return fn(*args, **kwargs)
-        inner = frame.replace(bound=(), alike=None, mapping=None if hide_mapping else frame.mapping)
+        inner = frame.replace(bound=(), mapping=None if hide_mapping else frame.mapping)
         run: Callable[..., R] = fn  # with its own parameters, some of them wrapped
         given = [_callers_own(one, frame) for one in args]
         named = {name: _callers_own(one, frame) for name, one in kwargs.items()}
@@ -354,7 +341,7 @@ def _callers_own(value: Any, caller: Frame) -> Any:
         frame = _frame.value
         if frame is None:
             return value(*args, **kwargs)
-        with frame.replace(bound=caller.bound, alike=caller.alike, mapping=caller.mapping).enter():
+        with frame.replace(bound=caller.bound, mapping=caller.mapping).enter():
             return value(*args, **kwargs)
 
     return called
@@ -370,7 +357,7 @@ def inner(fn: Callable[P, R]) -> Callable[P, R]:
         frame = _frame.value
         if frame is None or not (frame.bound or frame.renames or frame.mapping is not None):
             return fn(*args, **kwargs)
-        with frame.replace(bound=(), alike=None, renames=(), mapping=None, watched=frozenset()).enter():
+        with frame.replace(bound=(), renames=(), mapping=None, watched=frozenset()).enter():
             return fn(*args, **kwargs)
 
     return called

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import spmd.checker._reports as report
-from spmd._jaxprs.facts import kernel_around
+from spmd._jaxprs.facts import Apart, kernel_around
 from spmd._jaxprs.lines import called_at, line_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Rule, Variable, opened, shape_of, walk
 from spmd.checker._claims import OVERLAP, arguments_of, claim_of
@@ -25,6 +26,7 @@ from spmd.errors import SizeError
 from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
+Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
 Label = tuple[Part, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
 Labels = tuple[Label, ...]
 
@@ -148,36 +150,37 @@ def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
 _COMPARED = ("operand", "annotate", "output")  # what has come with names; a verb's result has those of its right side
 
 
-class Called(NamedTuple):
-    """A name that has the size of another one, on a dimension of so many elements here.
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A name that a kernel's signature gave to a dimension, or the string of a call.
 
     Attributes:
       name: The name.
-      size: How long the dimension was where it got the name. Of another length, it is another dimension.
-      alike: The names of its kernel that have one size.
-      origin: The equation that gave it, and those around.
+      kernel: Whose name it is, by number.
+      same: Whether nothing but elementwise code and transpositions came since then.
+      origin: The argument or the call, and of a call the equation, and those around.
     """
 
     name: str
-    size: int
-    alike: Any
-    origin: tuple[Equation, tuple[Equation, ...]]
+    kernel: int
+    same: bool = True
+    origin: tuple[str, Where | None] = field(default=("", None), compare=False)
 
 
-_MIXED: Any = (Called("", -1, None, ()),)  # two names met: neither is wrong
+_MIXED: Any = (Called("", -1),)  # two names met: neither is wrong
 
 
 class Suspect(NamedTuple):
     """A string that calls dimensions otherwise than they came.
 
     Attributes:
-      eqn: What it says.
-      callers: The equations around.
+      where: The equation that says what the string says, and those around.
+      apart: What tells the names of its kernel apart.
       wrong: The names that dimensions came with, by their places in the string.
     """
 
-    eqn: Equation
-    callers: tuple[Equation, ...]
+    where: Where
+    apart: Apart
     wrong: Mapping[int, Called]
 
 
@@ -186,57 +189,81 @@ class Misnamed(Names):
 
     Attributes:
       root: The jaxpr that is walked.
+      kernels: The one that it is the body of, and those that it calls. The names of others, inlined in these, are not
+        followed.
+      here: The number of the one in whose body the walk is.
       calls: Those in which a dimension is called otherwise.
     """
 
     rules: ClassVar[Mapping[str, Rule]] = {"spmd_names": lambda walk, eqn, operands: walk.said(eqn, *operands)}
 
-    def __init__(self, root: Any) -> None:
+    def __init__(self, root: Any, own: Apart | None) -> None:
         super().__init__({})
         self.root = root
+        self.kernels, self.here = [own], 0
         self.calls: set[str] = set()
 
     @functools.cached_property
     def history(self) -> History:
         return History(self.root)
 
-    def context(self) -> tuple[()]:
-        return ()
+    def context(self) -> int:
+        return self.here
+
+    def given(self, atoms: Sequence[Variable]) -> list[Labels]:
+        """The arguments of the kernel that the walk enters, as its signature calls them."""
+        apart, out = self.kernels[self.here], [self.constant(atom, None) for atom in atoms]
+        for at, leaf in enumerate(apart.arguments if apart else (), len(atoms) - len(apart.arguments if apart else ())):
+            origin = (f"argument {leaf.path}", None)
+            dims = leaf.layout.with_rank(len(out[at])).dims
+            out[at] = tuple(tuple(Called(name, self.here, origin=origin) for name in dim.names) for dim in dims)
+        return out
+
+    def run(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> list[Labels]:
+        before = self.here
+        if (apart := getattr(eqn.params.get("name"), "apart", None)) is not None:
+            self.here = len(self.kernels)
+            self.kernels.append(apart(eqn.invars))
+            operands = self.given(eqn.invars)
+        outs = super().run(eqn, part, operands)
+        self.here = before
+        return outs
 
     def step(self, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
-        """What moves between devices is the same dimension, however long it is here."""
-        outs = super().step(eqn, operands)
-        if eqn.primitive.name not in COMMUNICATES:
+        entry, outs = TABLE.get(eqn.primitive.name), super().step(eqn, operands)
+        if entry is not None and entry.says in ("elementwise", "permuted"):
             return outs
-        long = lambda label, n: (label[0]._replace(size=n),) if len(label) == 1 and label is not _MIXED else label
-        pairs = zip(outs, eqn.outvars, strict=True)
-        return [tuple(map(long, labels, shape_of(var))) for labels, var in pairs]
+        since = lambda label: tuple(replace(one, same=False) for one in label) if label is not _MIXED else label
+        return [tuple(map(since, labels)) for labels in outs]
 
     def said(self, eqn: Equation, given: Labels) -> list[Labels]:
         """Compare the names that a string gives with those that the value came with. Where they differ once, nothing is
         compared again."""
-        layout, alike, shape = eqn.params["layout"], eqn.params["alike"], shape_of(eqn.outvars[0])
-        call, compared = eqn.params["call"], eqn.params["role"] in _COMPARED
-        places = claim_of(layout).at(len(shape), eqn.params.get("mapped", ()))
+        layout, apart, where = eqn.params["layout"], self.kernels[self.here], (eqn, tuple(self.callers))
+        if apart is None or apart.bound != eqn.params["of"]:
+            return [given]
+        call, compared, sizes = eqn.params["call"], eqn.params["role"] in _COMPARED, dict(apart.bound)
+        places = claim_of(layout).at(len(given), eqn.params.get("mapped", ()))
         dims, out = [(i, dim) for i, dim in enumerate(layout.dims) if not dim.ellipsis], list(given)
-        where, wrong = (eqn, tuple(self.callers)), {}
+        wrong: dict[int, Called] = {}
         for place, (i, dim) in zip(places or (), dims, strict=bool(places)):
-            if len(dim.atoms) != 1 or (name := dim.names[0]) not in alike.names or out[place] is _MIXED:
+            if len(dim.atoms) != 1 or (name := dim.names[0]) not in apart.alike or out[place] is _MIXED:
                 continue
             [have] = out[place] if len(out[place]) == 1 else [None]
-            if have is None or have.alike is not alike or have.size != shape[place]:
-                out[place] = (Called(name, shape[place], alike, where),)
+            ours = have is not None and have.kernel == self.here and have.name in sizes
+            if not ours or sizes[have.name].size != sizes[name].size:  # another dimension, of another length
+                out[place] = (Called(name, self.here, origin=(call, where)),)
             elif have.name != name:
                 wrong[i], out[place] = have, _MIXED
             if not compared and call in self.calls:  # what comes of a mistake
                 out[place] = _MIXED
         if wrong and compared:
-            self.findings.append(Suspect(*where, wrong))
+            self.findings.append(Suspect(where, apart, wrong))
             self.calls.add(call)
         return [tuple(out)]
 
     def met(self, one: Label, other: Label) -> Label:
-        return one if _names_of(one) == _names_of(other) else _MIXED
+        return one if [part.name for part in one] == [part.name for part in other] else _MIXED
 
     def join(self, one: Labels, other: Labels) -> Labels:
         return tuple((a and b and self.met(a, b)) or a or b for a, b in zip(one, other, strict=True))
@@ -245,27 +272,30 @@ class Misnamed(Names):
         return self.run(eqn, part, operands)
 
 
-def _names_of(label: Any) -> list[tuple[str, Any]]:
-    return [(part.name, part.alike) for part in label]
+def misnamed(jaxpr: Any, own: Apart | None = None) -> list[Finding]:
+    """The strings that take a dimension for another one of its size. Where the two cannot have different sizes for
+    another reason, a string is not certain to be wrong, and one after a product or a sum is not told.
 
-
-def misnamed(jaxpr: Any, kernel: str) -> list[Finding]:
-    """The strings that take a dimension for another one of its size. Not certain is what cannot be traced for another
-    reason where the two have different sizes."""
-    domain = Misnamed(jaxpr)
-    walk(jaxpr, [domain.constant(var, None) for var in opened(jaxpr)[0].invars], domain)
+    Args:
+      jaxpr: A body, or a program that calls kernels.
+      own: What tells the names of the body apart.
+    """
+    domain = Misnamed(jaxpr, own)
+    walk(jaxpr, domain.given(opened(jaxpr)[0].invars), domain)
     findings: list[Finding] = []
-    for eqn, callers, wrong in domain.findings:
+    for (eqn, callers), apart, wrong in domain.findings:
         said = [dim.names for dim in eqn.params["layout"].dims]
-        raised = {i: have.alike.apart(*sorted((*said[i], have.name))) for i, have in wrong.items()}
+        raised = {i: apart.raised(*sorted((*said[i], have.name))) for i, have in wrong.items()}
         kept = {i: have for i, have in wrong.items() if None not in raised[i]}  # of a trace that ends, sizes may differ
         if not kept:
             continue
         every = [error for i in kept for error in raised[i]]
-        ours = [one.fault.call or "" for one in every if isinstance(one, SizeError)]
+        ours = [one.fault.call for one in every if isinstance(one, SizeError) and one.fault.call]
         certain = any(one in call for one in ours for call in domain.calls)
+        if not certain and not any(have.same for have in kept.values()):
+            continue  # a body that needs equal sizes, such as a layer whose result is its next argument
         domain.callers[:] = callers
-        fault = report.called_otherwise(domain, eqn, kept, [] if certain else every[:1])
+        fault = report.called_otherwise(domain, eqn, apart.kernel, kept, [] if certain else every[:1])
         line = line_of(eqn, callers) or domain.history.line(eqn.invars[0]) or called_at()
         findings.append(found(fault, "name", line, certain))
-    return findings
+    return list(dict.fromkeys(findings))

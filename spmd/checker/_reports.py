@@ -451,14 +451,16 @@ def returned_otherwise(walk: Any, eqn: Equation, index: int, state: State, spec:
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
 
 
-def called_otherwise(walk: Any, eqn: Equation, wrong: Mapping[int, Any], raised: Sequence[Exception]) -> Fault:
+def called_otherwise(
+    walk: Any, eqn: Equation, kernel: str, wrong: Mapping[int, Any], raised: Sequence[Exception]
+) -> Fault:
     """Dimensions that a string calls otherwise than they came."""
     layout = eqn.params["layout"].without_brackets()
     renamed = lambda dim, name: replace(dim, atoms=(replace(dim.atoms[0], name=name),))
     dims = [renamed(dim, wrong[i].name) if i in wrong else dim for i, dim in enumerate(layout.dims)]
     said, have = (" ".join(dim.short for dim in some) for some in (layout.dims, dims))
     rule = f'"{said}" is what the string calls the dimensions, and they came as "{have}": only the sizes are equal.'
-    given = {one.name: _given(*one.origin) for one in wrong.values()}
+    given = {one.name: _given(kernel, *one.origin) for one in wrong.values()}
     got = [f"{', '.join(name for name in given if given[name] == of)}: {of}" for of in dict.fromkeys(given.values())]
     got += [f"where their sizes differ, the body fails: {first_line(error)}" for error in raised]
     turned = sorted(dim.names for dim in dims) == sorted(dim.names for dim in layout.dims) and not layout.axes
@@ -469,10 +471,9 @@ def called_otherwise(walk: Any, eqn: Equation, wrong: Mapping[int, Any], raised:
     return _at_marker(walk, eqn, rule, _span(layout), got, None, advice)
 
 
-def _given(eqn: Equation, callers: Sequence[Equation]) -> str:
+def _given(kernel: str, what: str, where: Any) -> str:
     """Return what gave a dimension its name, and where."""
-    call, of = eqn.params["call"], eqn.params["alike"].kernel
-    return f"{call} of {of}" if eqn.params["role"] == "argument" else f"{call}, at {line_of(eqn, callers)}"
+    return f"{what} of {kernel}" if where is None else f"{what}, at {line_of(*where)}"
 
 
 Span = tuple[int, int]

@@ -131,12 +131,12 @@ def named(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, name: s
       frame: The frame of the call.
       name: As for `mark`.
     """
-    alike, known = frame.alike, tag_of(x)
-    if alike is None or alike.names.isdisjoint(layout.names):
+    if not frame.alike or role == "argument" or frame.alike.isdisjoint(layout.names):
         return x
+    known = tag_of(x)
     if role == "operand" and known is not None and _names(known.layout) == _names(layout):
         return x
-    return names_p.bind(x, layout=layout, call=text, role=role, alike=alike, value=name)
+    return names_p.bind(x, layout=layout, call=text, role=role, of=frame.bound, value=name)
 
 
 def _names(layout: Layout) -> list[tuple[str, ...]]:

@@ -9,8 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +20,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._jaxprs.facts import KernelName, Leaf
+from spmd._jaxprs.facts import Apart, KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, check_jaxpr, check_names, tried
 from spmd.checker._arbiter import collecting, for_numbers, is_traced
 from spmd.checker._arguments import Names, smaller
-from spmd.comm._marks import mark, named, tag
+from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
 from spmd.kernels._copies import traced_again
@@ -36,7 +35,7 @@ from spmd.kernels._signature import Signature
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
-from spmd.modes import Alike, Frame, Mode, ambient_mode, enter_body
+from spmd.modes import Frame, Mode, ambient_mode, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -99,7 +98,8 @@ class Plan:
         self.simple = unmixed and not (self._deviceless or self.uneven or compared(mesh))
         self._check_layouts()
         donated = self.donate if mode != "reference" else ()
-        self.name = KernelName(self.signature.name, tuple(self.leaves) if mode == "explicit" else ())
+        placed = tuple(self.leaves) if mode == "explicit" else ()
+        self.name = KernelName(self.signature.name, placed, functools.partial(apart_of, self))
         explicit = self._explicit if self.signature.check == "off" else self._checked
         entry = explicit if mode == "explicit" else self._named
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
@@ -192,6 +192,7 @@ class Plan:
             how=self.signature.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
+            apart=lambda: apart_of(self, leaves),
             ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone),
         )
 
@@ -265,22 +266,8 @@ class Plan:
             }
             watched = frozenset(dict((*signature.sizes, *signature.axes))) - signature.named
             where = {"mapping": self.mapping, "renames": signature.axes, "bound": tuple(bound.items())}
-            where["alike"] = self._alike(leaves, bound, local)
             self._frames[key] = Frame(**own | where | changes, watched=watched)
         return self._frames[key]
-
-    def _alike(self, leaves: Sequence[Any], bound: Mapping[str, Size], local: bool) -> Alike | None:
-        """Which names have one size, if a string that takes one for the other is a fault here."""
-        counts = Counter(one.size for one in bound.values() if one.size > 1)
-        names = frozenset(name for name, one in bound.items() if counts[one.size] > 1)
-        if not names or self.signature.check == "off":
-            return None
-        whole = lambda x, layout: layout.with_rank(x.ndim).global_shape(x.shape, self.sizes) if local else x.shape
-        pairs = zip(leaves, self.layouts, strict=True)
-        structs = [jax.ShapeDtypeStruct(whole(x, layout), held_dtype(x)) for x, layout in pairs]
-        return Alike(
-            self.signature.text, names, functools.cache(functools.partial(_traced_apart, self, structs, bound))
-        )
 
     def run(self, frame: Frame, leaves: Sequence[Any], *, local: bool, role: str = "argument") -> list[Any]:
         """Run the body on leaves as they are here. Its results come flat, checked and marked."""
@@ -295,7 +282,6 @@ class Plan:
                 origin = f"argument {spec.path}"
                 if frame.explicit:  # where the body works with it, a reduced value is a copy like any other
                     value = _compat.pvary(leaf, spec.layout.reduced)
-                    value = named(value, spec.layout, origin, role="argument", frame=frame)
                     tagged.append(tag(value, spec.layout, origin, spec.path))
                 else:
                     tagged.append(mark(leaf, spec.layout, origin, role=role, frame=frame, name=spec.path))
@@ -325,10 +311,10 @@ class Plan:
     def _named(self, *leaves: Any) -> Any:
         """The body on whole arrays, after a look at the names of their dimensions, where some have one size."""
         run = self._auto if self.mode == "auto" else self._reference
-        if self.frame(leaves).alike is None or collecting.value:
+        if not self.frame(leaves).alike or collecting.value or self.signature.check == "off":
             return run(*leaves)
         inner = self.jit(run, inline=True)
-        check_names(inner.trace(*leaves).jaxpr, self.signature.text, self.signature.check)
+        check_names(inner.trace(*leaves).jaxpr, apart_of(self, leaves), self.signature.check)
         return inner(*leaves)
 
     def _explicit(self, *leaves: Any) -> Any:
@@ -445,27 +431,35 @@ def _gathered(x: Any) -> Any:
 # --- names -------------------------------------------------------------------------------------------------------
 
 
-def _traced_apart(
-    plan: Plan, structs: Sequence[Any], bound: Mapping[str, Size], *pair: str
-) -> Sequence[Exception | None]:
-    """Return what tracing the body raises where one of two names that have one size is larger, and where the other is;
-    None for each trace that ends. A size that a keyword says stays."""
+def apart_of(plan: Plan, leaves: Sequence[Any]) -> Apart:
+    """What tells the names of a kernel apart that have one size: the body is traced where one of two is larger, and
+    then where the other is. A size that a keyword says stays.
+
+    Args:
+      plan: The kernel.
+      leaves: Its arguments, or what has their shapes.
+    """
     how: Mode = "explicit" if plan.mode == "explicit" else "reference"
-    other = plan.again(with_sizes(plan.mesh, {}), how)
-    names, taken = names_in(plan, structs, [plan.mesh]), {one.size for one in bound.values()}
-    found: list[Exception | None] = []
-    for name in pair:
-        if name in dict(plan.signature.sizes):
-            continue
-        size = bound[name].size
-        larger = next(n for n in itertools.count(2 * size, size) if n not in taken)
-        try:
-            with for_numbers(plan.sizes, how):
-                jax.eval_shape(lambda *arrays: other.traced(arrays), *names.resized(structs, {(name, size): larger}))
-            found.append(None)
-        except Exception as error:  # of the body, which may raise anything
-            found.append(error)
-    return found
+    types = [getattr(x, "aval", x) for x in leaves[len(leaves) - len(plan.leaves) :]]  # behind what a body closes over
+    frame, structs = plan.frame(types), [jax.ShapeDtypeStruct(x.shape, held_dtype(x)) for x in types]
+
+    @functools.cache
+    def raised(one: str, other: str) -> Sequence[Exception | None]:
+        names = names_in(plan, structs, [plan.mesh])
+        found: list[Exception | None] = []
+        for name in sorted({one, other} - dict(plan.signature.sizes).keys()):
+            size, taken = frame.known[name].size, {known.size for known in frame.known.values()}
+            larger = next(n for n in itertools.count(2 * size, size) if n not in taken)
+            again, given = plan.again(with_sizes(plan.mesh, {}), how), names.resized(structs, {(name, size): larger})
+            try:
+                with for_numbers(plan.sizes, how):
+                    jax.eval_shape(lambda *arrays, again=again: again.traced(arrays), *given)
+                found.append(None)
+            except Exception as error:  # of the body, which may raise anything
+                found.append(error)
+        return found
+
+    return Apart(plan.signature.text, plan.leaves, frame.bound, frame.alike, raised)
 
 
 # --- trial -------------------------------------------------------------------------------------------------------

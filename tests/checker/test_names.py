@@ -240,6 +240,10 @@ RIGHT = {
     "a row": Program("b d -> d", lambda x: x[0]),
     "a pad and a cut": Program("b d -> b d", lambda x: jnp.pad(x, ((1, 1), (0, 0)))[1:-1]),
     "halves": Program("b d -> b d", lambda x: jnp.concatenate(jnp.split(x, 2, axis=1)[::-1], axis=1)),
+    "layers that give what they take": Program(
+        "b d, l d f, f -> b d", lambda x, w, bias: lax.scan(lambda h, w: (jnp.tanh(h @ w + bias[None]), None), x, w)[0]
+    ),
+    "such layers one by one": Program("b d, d f -> b", lambda x, w: spmd.reduce(jnp.tanh(x @ w) @ w, "b d -> b")),
     "a product of both sides": Program("b d, d b -> b f", lambda x, w: x @ w),
 }
 
