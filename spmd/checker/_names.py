@@ -147,8 +147,6 @@ def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
 
 # --- what strings call otherwise --------------------------------------------------------------------------------------
 
-_COMPARED = ("operand", "annotate", "output")  # what has come with names; a verb's result has those of its right side
-
 
 @dataclass(frozen=True, slots=True)
 class Called:
@@ -210,21 +208,25 @@ class Misnamed(Names):
     def context(self) -> int:
         return self.here
 
-    def given(self, atoms: Sequence[Variable]) -> list[Labels]:
+    def entered(self, atoms: Sequence[Variable]) -> list[Labels]:
         """The arguments of the kernel that the walk enters, as its signature calls them."""
         apart, out = self.kernels[self.here], [self.constant(atom, None) for atom in atoms]
         for at, leaf in enumerate(apart.arguments if apart else (), len(atoms) - len(apart.arguments if apart else ())):
-            origin = (f"argument {leaf.path}", None)
-            dims = leaf.layout.with_rank(len(out[at])).dims
-            out[at] = tuple(tuple(Called(name, self.here, origin=origin) for name in dim.names) for dim in dims)
+            out[at] = self.as_said(leaf.layout.with_rank(len(out[at])), f"argument {leaf.path}")
         return out
+
+    def as_said(self, layout: Layout, what: str, where: Where | None = None) -> Labels:
+        """The names of a layout without `...`, which an argument or a call gave."""
+        return tuple(
+            [tuple([Called(name, self.here, origin=(what, where)) for name in dim.names]) for dim in layout.dims]
+        )
 
     def run(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> list[Labels]:
         before = self.here
         if (apart := getattr(eqn.params.get("name"), "apart", None)) is not None:
             self.here = len(self.kernels)
             self.kernels.append(apart(eqn.invars))
-            operands = self.given(eqn.invars)
+            operands = self.entered(eqn.invars)
         outs = super().run(eqn, part, operands)
         self.here = before
         return outs
@@ -242,9 +244,11 @@ class Misnamed(Names):
         layout, apart, where = eqn.params["layout"], self.kernels[self.here], (eqn, tuple(self.callers))
         if apart is None or apart.bound != eqn.params["of"]:
             return [given]
-        call, compared, sizes = eqn.params["call"], eqn.params["role"] in _COMPARED, dict(apart.bound)
-        places = claim_of(layout).at(len(given), eqn.params.get("mapped", ()))
+        known, sizes, mapped = eqn.params["known"], dict(apart.bound), eqn.params.get("mapped", ())
+        places = claim_of(layout).at(len(given), mapped)
         dims, out = [(i, dim) for i, dim in enumerate(layout.dims) if not dim.ellipsis], list(given)
+        if known is not None and len(known.layout.dims) == len(given):  # the result of a verb
+            out = [a or b for a, b in zip(given, self.as_said(known.layout, known.origin, (known, ())), strict=True)]
         wrong: dict[int, Called] = {}
         for place, (i, dim) in zip(places or (), dims, strict=bool(places)):
             if len(dim.atoms) != 1 or (name := dim.names[0]) not in apart.alike or out[place] is _MIXED:
@@ -252,14 +256,12 @@ class Misnamed(Names):
             [have] = out[place] if len(out[place]) == 1 else [None]
             ours = have is not None and have.kernel == self.here and have.name in sizes
             if not ours or sizes[have.name].size != sizes[name].size:  # another dimension, of another length
-                out[place] = (Called(name, self.here, origin=(call, where)),)
+                out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
             elif have.name != name:
                 wrong[i], out[place] = have, _MIXED
-            if not compared and call in self.calls:  # what comes of a mistake
-                out[place] = _MIXED
-        if wrong and compared:
+        if wrong:
             self.findings.append(Suspect(where, apart, wrong))
-            self.calls.add(call)
+            self.calls.add(eqn.params["call"])
         return [tuple(out)]
 
     def met(self, one: Label, other: Label) -> Label:
@@ -281,7 +283,7 @@ def misnamed(jaxpr: Any, own: Apart | None = None) -> list[Finding]:
       own: What tells the names of the body apart.
     """
     domain = Misnamed(jaxpr, own)
-    walk(jaxpr, domain.given(opened(jaxpr)[0].invars), domain)
+    walk(jaxpr, domain.entered(opened(jaxpr)[0].invars), domain)
     findings: list[Finding] = []
     for (eqn, callers), apart, wrong in domain.findings:
         said = [dim.names for dim in eqn.params["layout"].dims]

@@ -107,6 +107,7 @@ def mark(
       name: What messages call the value, if it is an argument or a result of a kernel.
       due: Whether a note is needed in any case.
     """
+    x = named(x, layout, text, role=role, frame=frame, name=name)
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         with jax.named_scope(LayoutName(one_line(text), layout)):  # what the compiler sends for it has no other name
             x = constrain(x, layout, frame)
@@ -114,33 +115,29 @@ def mark(
     if due or tag_of(x) is not None:
         said = {**({"gone": gone} if gone else {}), **({"value": name} if name else {})}
         x = layout_p.bind(x, layout=layout, call=text, role=role, **said)
-    x = named(x, layout, text, role=role, frame=frame, name=name)
     return tag(x, layout, text, name if role == "argument" else None)
 
 
 def named(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, name: str | None = None) -> Any:
-    """Leave the names of the dimensions on a value, if some of them have one size.
+    """Leave on a value what a string calls its dimensions, if some names have one size: a note for the checks.
 
-    The check after the trace follows names: where sizes differ, the sizes tell what a dimension is.
+    Where sizes differ, they tell what a dimension is. The checks follow names from the signature on, and a result
+    needs no note.
 
     Args:
       x: The value.
       layout: Its layout.
       text: The call, for messages.
-      role: As for `mark`. What is an operand or leaves the kernel has come with names, and is now compared with them.
+      role: As for `mark`.
       frame: The frame of the call.
       name: As for `mark`.
     """
-    if not frame.alike or role == "argument" or frame.alike.isdisjoint(layout.names):
+    if not frame.alike or role in ("argument", "result") or frame.alike.isdisjoint(layout.names):
         return x
     known = tag_of(x)
-    if role == "operand" and known is not None and _names(known.layout) == _names(layout):
+    if known is not None and [dim.names for dim in known.layout.dims] == [dim.names for dim in layout.dims]:
         return x
-    return names_p.bind(x, layout=layout, call=text, role=role, of=frame.bound, value=name)
-
-
-def _names(layout: Layout) -> list[tuple[str, ...]]:
-    return [dim.names for dim in layout.dims]
+    return names_p.bind(x, layout=layout, call=text, role=role, of=frame.bound, value=name, known=known)
 
 
 def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew: bool = False) -> Any:

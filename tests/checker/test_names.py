@@ -158,6 +158,9 @@ WRONG = {
     "jit": Program("b d -> d", lambda x: jax.jit(lambda x: spmd.reduce(x, "d b -> d"))(x), "d b", "b d"),
     "remat": Program("b d -> d", lambda x: jax.checkpoint(lambda x: spmd.reduce(jnp.sin(x), "d b -> d"))(x), "d b", "b d"),
     "behind a library": Program("b d -> d", lambda x: spmd.reduce(library(x), "d b -> d"), "d b", "b d"),
+    "after a verb whose code hides it": Program(
+        "b d -> d/dp", lambda x: spmd.reduce(spmd.shift(spmd.split(x, "b d -> b/dp d"), "[b/dp] d", 1), "d/dp b -> d/dp"), "d/dp b", "b/dp d"
+    ),
     "in a function that a library is given": Program(
         "b d -> d", lambda x: own_names(x, lambda x: spmd.reduce(x, "d b -> d")), "d b", "b d"
     ),
@@ -276,8 +279,10 @@ def test_check_says_what_becomes_of_a_finding():
 
 
 def test_names_of_other_sizes_are_not_followed():
-    """A kernel whose names have sizes of their own pays nothing: its sizes tell them apart."""
-    program = RIGHT["einsum"]
+    """A kernel whose names have sizes of their own pays nothing: its sizes tell them apart. Neither does one without code
+    between its strings, which says of each value what is known of it."""
+    assert "spmd_names" not in str(RIGHT["einsum"].kernel().trace(*RIGHT["einsum"].structs()).jaxpr)
+    program = Program("b d, d f -> b f", lambda x, w: spmd.einsum(jnp.sin(x), w, "b d, d f -> b f"))
     structs = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((2, 3), (3, 5))]
     assert "spmd_names" in str(program.kernel().trace(*program.structs()).jaxpr)
     assert "spmd_names" not in str(program.kernel().trace(*structs).jaxpr)
