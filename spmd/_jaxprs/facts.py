@@ -189,6 +189,10 @@ class KernelName(str):
         self.arguments, self.apart = arguments, apart
         return self
 
+    def __reduce__(self) -> Any:
+        """Another process gets the name without the kernel, whose body cannot be pickled."""
+        return type(self), (str(self), self.arguments)
+
 
 def kernel_around(callers: Sequence[Equation]) -> KernelName | None:
     """The kernel whose body an equation right inside these ones is: its `shard_map` stands in its own `jit`."""

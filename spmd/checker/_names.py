@@ -9,6 +9,7 @@ what that trace raises decides.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -224,9 +225,10 @@ class Misnamed(Names):
     def run(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> list[Labels]:
         before = self.here
         if (apart := getattr(eqn.params.get("name"), "apart", None)) is not None:
-            self.here = len(self.kernels)
-            self.kernels.append(apart(eqn.invars))
-            operands = self.entered(eqn.invars)
+            with contextlib.suppress(ValueError):  # a part of a derivative, which is given other arrays
+                self.kernels.append(apart(eqn.invars))
+                self.here = len(self.kernels) - 1
+                operands = self.entered(eqn.invars)
         outs = super().run(eqn, part, operands)
         self.here = before
         return outs
@@ -247,6 +249,7 @@ class Misnamed(Names):
         known, sizes, mapped = eqn.params["known"], dict(apart.bound), eqn.params.get("mapped", ())
         places = claim_of(layout).at(len(given), mapped)
         dims, out = [(i, dim) for i, dim in enumerate(layout.dims) if not dim.ellipsis], list(given)
+        known = None if known is None or known.origin in self.calls else known  # what comes of a mistake
         if known is not None and len(known.layout.dims) == len(given):  # the result of a verb
             out = [a or b for a, b in zip(given, self.as_said(known.layout, known.origin, (known, ())), strict=True)]
         wrong: dict[int, Called] = {}

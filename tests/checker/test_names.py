@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import re
 import warnings
@@ -186,8 +187,24 @@ def test_check_finds_it_too(name):
     found = spmd.check(program.kernel(), *program.structs())
     assert [(one.kind, one.certain) for one in found] == [("name", True)] and found.verdict.kind == "wrong"
     assert str(found[0].rule) == program.error().findings[0].rule
-    again = spmd.check(jax.jit(lambda *args: program.kernel()(*args)), *program.structs())
-    assert [one.kind for one in again] == ["name"]
+    kernel = program.kernel()
+    step = jax.jit(lambda *args: jax.tree.map(jnp.sum, kernel(*args)))
+    assert [one.kind for one in (*spmd.check(step, *program.structs()), *spmd.check(step, *program.structs()))] == [
+        "name"
+    ] * 2
+
+
+@pytest.mark.parametrize("name", share(WRONG))
+def test_check_finds_it_in_a_training_step(name):
+    """What JAX keeps of a kernel for its derivative is given other arrays."""
+    program = WRONG[name]
+    kernel = program.kernel()
+    total = lambda *args: sum(map(jnp.sum, jax.tree.leaves(kernel(*args))))
+    with contextlib.suppress(TypeError):  # of integers, which have no derivative
+        found = spmd.check(lambda *args: jax.value_and_grad(total)(*args), *program.structs())
+        assert [(one.kind, one.certain) for one in found if one.kind == "name"] == [("name", True)]
+    with pytest.raises(ReplicationError, match="only the sizes are equal"):
+        jax.jit(jax.grad(total)).trace(*program.structs())
 
 
 # --- right programs -----------------------------------------------------------------------------------------------
@@ -295,6 +312,7 @@ def test_a_kernel_inside_of_a_shard_map_is_looked_at():
     mapped = jax.shard_map(lambda x: own(x), mesh=MESH, in_specs=spec, out_specs=spec)
     with pytest.raises(ReplicationError, match="only the sizes are equal"):
         jax.eval_shape(mapped, jax.ShapeDtypeStruct((N, N), "float32"))
+    assert [one.kind for one in spmd.check(mapped, jax.ShapeDtypeStruct((N, N), "float32"))] == ["name"]
 
 
 # --- permuted names -------------------------------------------------------------------------------------------------
