@@ -75,6 +75,7 @@ class Frame:
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
       axis_names: The mesh axes, in mesh order.
       known: The sizes of `bound`, by name.
+      alike: The names that have the size of another one: a string may take one for the other, and fit.
     """
 
     mode: str
@@ -93,11 +94,15 @@ class Frame:
     explicit: bool = field(init=False, repr=False)
     axis_names: tuple[str, ...] = field(init=False, repr=False)
     known: dict[str, Size] = field(init=False, repr=False)
+    alike: frozenset[str] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "explicit", self.mode == "explicit")
         object.__setattr__(self, "axis_names", tuple(dict(self.sizes)))
         object.__setattr__(self, "known", dict(self.bound))
+        sizes = [one.size for _, one in self.bound]
+        alike = frozenset(name for name, one in self.bound if sizes.count(one.size) > 1 < one.size)
+        object.__setattr__(self, "alike", alike)
 
     def axis_size(self, axes: str | tuple[str, ...]) -> int:
         """The number of devices along one mesh axis, or the product over several."""

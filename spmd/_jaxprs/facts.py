@@ -10,17 +10,17 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import jax.extend.source_info_util as source_info_util
 
 from spmd import _compat
 from spmd._jaxprs.walker import Equation, Role, held, opened
 from spmd.errors import Fix
-from spmd.language import Layout
+from spmd.language import Layout, Size
 
 Place = tuple[Any, ...]  # where a body calls something: the code and the instruction of each function on the way
 
@@ -156,19 +156,46 @@ class Leaf:
     layout: Layout
 
 
+class Apart(NamedTuple):
+    """What tells names apart that have one size.
+
+    Attributes:
+      kernel: Their kernel, for messages.
+      arguments: Its arguments.
+      bound: All its names, with their sizes.
+      alike: Those that have the size of another one.
+      raised: From two of them to what its body raises where one has another size, and where the other has; None for
+        each trace that ends.
+    """
+
+    kernel: str
+    arguments: Sequence[Leaf]
+    bound: tuple[tuple[str, Size], ...]
+    alike: frozenset[str]
+    raised: Callable[[str, str], Sequence[Exception | None]]
+
+
 class KernelName(str):
     """What profiles, HLO and jaxprs call a kernel.
 
     Attributes:
       arguments: Those of its `shard_map`, in order; none where the kernel has no `shard_map`.
+      apart: From what has the shapes of its arguments to what tells its names apart.
     """
 
     arguments: tuple[Leaf, ...]
+    apart: Callable[[Sequence[Any]], Apart] | None
 
-    def __new__(cls, name: str, arguments: tuple[Leaf, ...] = ()) -> Self:
+    def __new__(
+        cls, name: str, arguments: tuple[Leaf, ...] = (), apart: Callable[[Sequence[Any]], Apart] | None = None
+    ) -> Self:
         self = super().__new__(cls, name if name.isidentifier() else "kernel")
-        self.arguments = arguments
+        self.arguments, self.apart = arguments, apart
         return self
+
+    def __reduce__(self) -> Any:
+        """Another process gets the name without the kernel, whose body cannot be pickled."""
+        return type(self), (str(self), self.arguments)
 
 
 def kernel_around(callers: Sequence[Equation]) -> KernelName | None:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from spmd import _compat
-from spmd._jaxprs.facts import Gather, gather_around, left_axes, left_text
+from spmd._jaxprs.facts import Apart, Gather, gather_around, left_axes, left_text
 from spmd._jaxprs.lines import called_at, is_ours, is_transposed, line_of, line_of_error
 from spmd._jaxprs.traces import FlatProgram
 from spmd._jaxprs.walker import Variable, equations, opened
@@ -24,6 +24,7 @@ from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._finding import Finding, found
 from spmd.checker._findings import Findings, Listing, report
 from spmd.checker._mends import describe
+from spmd.checker._names import misnamed
 from spmd.checker._state import State
 from spmd.checker._verdict import (
     Verdict,
@@ -100,8 +101,9 @@ def checked(
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
     if raw and trial.wrong and not any(one.certain for one in findings):
         trial = replace(trial, why=_MEANT)
-    left = {one.line for one in findings}
-    cleared = dict.fromkeys(one.line for one in walk.findings if one.line not in left)
+    kept = {one.line for one in findings}
+    cleared = dict.fromkeys(one.line for one in walk.findings if one.line not in kept)
+    findings = [*(misnamed(jaxpr) if walk.compares_names else ()), *findings]
     verdict = judge(findings, trial, unknown, list(cleared), believed_lines(jaxpr))
     if left := left_axes(jaxpr):
         verdict = replace(verdict, reasons=(*verdict.reasons, *left_text(left)))
@@ -184,6 +186,7 @@ def check_jaxpr(
     how: str = "error",
     always: bool = False,
     ask: Callable[[bool], Trial] | None = None,
+    apart: Callable[[], Apart | None] = lambda: None,
 ) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
 
@@ -199,6 +202,7 @@ def check_jaxpr(
       always: Check even if `check` looks at the whole program later, because this trace ends before that.
       ask: What the numbers say; with True, gradients are compared in any case. They are asked where types suspect
         something, and decide.
+      apart: What tells its names apart that have one size.
 
     Raises:
       ReplicationError: One for all findings, each with the user's line and the text to paste.
@@ -208,25 +212,45 @@ def check_jaxpr(
     walk = Dataflow(kernel, mesh_axes, arg_names=arg_names, arg_layouts=arg_layouts)
     walk_closed(walk, closed_jaxpr)
     try:
-        _report(kernel, walk, how, ask)
+        _report(kernel, walk, how, ask, apart)
     except ReplicationError as error:
         error.program = closed_jaxpr
         raise
 
 
-def _report(kernel: str, walk: Dataflow, how: str, ask: Callable[[bool], Trial] | None) -> None:
+def _report(
+    kernel: str,
+    walk: Dataflow,
+    how: str,
+    ask: Callable[[bool], Trial] | None,
+    apart: Callable[[], Apart | None],
+) -> None:
     """Raise what types suspect, if numbers say so too; all of it where nobody can ask them.
 
     With SPMD_CHECK=full numbers are asked of each kernel, whatever types say.
     """
     found, full = dict.fromkeys(walk.findings), os.environ.get("SPMD_CHECK") == "full"
+    names = misnamed(walk.root, apart()) if walk.compares_names else []
     if ask is None or not (found or full):
-        report(kernel, found, how)
+        report(kernel, [*names, *found], how, _NAMES if names else "")
         return
     trial = but_for_noise(ask(about_gradients(walk.findings)), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
+    every = [*names, *confirmed(found, trial, kernel, unknown, whole=full, walk=walk)]
     why = trial.why or (f"no draw shows {unreached(trial)[0]}" if trial.unreached else "")
-    report(kernel, confirmed(found, trial, kernel, unknown, whole=full, walk=walk), how, why)
+    report(kernel, every, how, why or (_NAMES if names else ""))
+
+
+_NAMES = "the body cannot be traced where the sizes of these names differ"
+
+
+def check_names(closed_jaxpr: Any, apart: Apart, how: str) -> None:
+    """Check the names of dimensions alone: of a body on whole arrays, where layouts claim nothing.
+
+    Raises:
+      ReplicationError: One for all findings.
+    """
+    report(apart.kernel, misnamed(closed_jaxpr, apart), how, _NAMES)
 
 
 def check_body(
@@ -238,6 +262,7 @@ def check_body(
     axis_sizes: Mapping[str, int],
     how: str = "error",
     ask: Callable[[bool], Trial] | None = None,
+    apart: Callable[[], Apart | None] = lambda: None,
 ) -> None:
     """Check a body that was inlined in the user's own `shard_map`, and traced on its shards.
 
@@ -251,17 +276,21 @@ def check_body(
       axis_sizes: Their sizes.
       how: "error", "warn", or "off".
       ask: What the numbers say, as for `check_jaxpr`.
+      apart: What tells its names apart, as there.
 
     Raises:
       ReplicationError: One for all findings.
     """
     if how == "off" or collecting.value:
+        own = apart() if how != "off" else None
+        if own is not None and own.alike:  # in the whole program nothing tells whose body it is
+            check_names(closed_jaxpr, own, how)
         return
     walk = Dataflow(kernel, mesh_axes, axis_sizes)
     walk.active = True
     walk.varying = [sorted(_compat.varying_axes(x) | _compat.unreduced_axes(x)) for x in shards]
     walk_closed(walk, closed_jaxpr, [walk.constant(None, x) for x in shards])
-    _report(kernel, walk, how, ask)
+    _report(kernel, walk, how, ask, apart)
 
 
 @dataclass(frozen=True)

@@ -165,8 +165,20 @@ def _pallas(walk: Dataflow, eqn: Equation, operands: Sequence[State]) -> Sequenc
     return walk.unread(eqn, operands)
 
 
+def _names(walk: Dataflow, eqn: Equation, operands: Sequence[State]) -> Sequence[State]:
+    """A value passes, and names of one size are compared when the walk has ended."""
+    walk.compares_names = True
+    return operands
+
+
 class Dataflow(Control):
-    """One run of the pass."""
+    """One run of the pass.
+
+    Attributes:
+      compares_names: Whether it met names of dimensions that have one size.
+    """
+
+    compares_names = False
 
     rules: ClassVar[Mapping[str, Rule]] = {
         **SHAPES,
@@ -175,6 +187,7 @@ class Dataflow(Control):
         "spmd_layout": layout_marker,
         "spmd_assert_equal": assert_equal_marker,
         "spmd_order": order_marker,
+        "spmd_names": _names,
     }
 
     def mapped(self, eqn: Equation, part: Held, operands: Sequence[State]) -> Sequence[State]:

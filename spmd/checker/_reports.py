@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import spmd.checker._mends as mend
+from spmd._jaxprs.errors import first_line
 from spmd._jaxprs.lines import gradient_line, line_of
 from spmd._jaxprs.walker import Equation, Variable, opened, shape_of
 from spmd.checker._history import call_around, shown_spec
@@ -449,6 +450,31 @@ def returned_otherwise(walk: Any, eqn: Equation, index: int, state: State, spec:
     rule = "A result is put together along other dimensions, or in another order, than it is divided."
     got = (f"output {index}, {shown_spec(spec)}", f'the value lies as "{mend.shown_dims(state)}"')
     return Fault(rule, walk.kernel, None, None, got, advice="an out_spec with the axes where the value has them")
+
+
+def called_otherwise(
+    walk: Any, eqn: Equation, kernel: str, wrong: Mapping[int, Any], raised: Sequence[Exception]
+) -> Fault:
+    """Dimensions that a string calls otherwise than they came."""
+    layout = eqn.params["layout"].without_brackets()
+    renamed = lambda dim, name: replace(dim, atoms=(replace(dim.atoms[0], name=name),))
+    dims = [renamed(dim, wrong[i].name) if i in wrong else dim for i, dim in enumerate(layout.dims)]
+    said, have = (" ".join(dim.short for dim in some) for some in (layout.dims, dims))
+    rule = f'"{said}" is what the string calls the dimensions, and they came as "{have}": only the sizes are equal.'
+    given = {one.name: _given(kernel, *one.origin) for one in wrong.values()}
+    got = [f"{', '.join(name for name in given if given[name] == of)}: {of}" for of in dict.fromkeys(given.values())]
+    got += [f"where their sizes differ, the body fails: {first_line(error)}" for error in raised]
+    turned = sorted(dim.names for dim in dims) == sorted(dim.names for dim in layout.dims) and not layout.axes
+    fix = Fix("rearrange", (eqn.params["value"],), f"{have} -> {said}") if turned else None
+    if eqn.params["role"] == "output":
+        return _at_marker(walk, eqn, rule, _span(layout), got, fix, f'{"or " if fix else ""}"{have}" in the signature')
+    advice = f'"{have}" in this string{f", or {fix} before it" if fix else ""}'
+    return _at_marker(walk, eqn, rule, _span(layout), got, None, advice)
+
+
+def _given(kernel: str, what: str, where: Any) -> str:
+    """Return what gave a dimension its name, and where."""
+    return f"{what} of {kernel}" if where is None else f"{what}, at {line_of(*where)}"
 
 
 Span = tuple[int, int]

@@ -24,7 +24,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName, Gather, layer_now, one_line, rather_told
 from spmd._trees.leaves import kind_of
 from spmd.comm._keywords import as_array, call_text, keyword_for, operand_names, resolve, split_keywords, works_along
-from spmd.comm._marks import Known, layout_p, mark, same_axes, tag_of
+from spmd.comm._marks import Known, layout_p, mark, named, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
     Fix,
@@ -557,6 +557,7 @@ class Call:
             if layout.has_ellipsis:  # what `...` stands for must not be divided over an axis of the string
                 said["named"] = self.pattern.axis_names
             x = layout_p.bind(x, layout=layout, call=self.text, role="operand", **said)
+        x = named(x, layout, self.text, role="operand", frame=self.frame, name=self._shown(index))
         return Operand(x if tuple(shape) == x.shape else x.reshape(shape), tuple(factors), tuple(names), layout)
 
     def no_margins(self, layout: Layout) -> None:

@@ -22,6 +22,7 @@ from spmd.modes import Frame, try_frame
 layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 order_p = _compat.identity_primitive("spmd_order")
+names_p = _compat.identity_primitive("spmd_names")
 
 
 def _retraced(cotangent: Any, *, what: str, role: str) -> Any:
@@ -106,6 +107,7 @@ def mark(
       name: What messages call the value, if it is an argument or a result of a kernel.
       due: Whether a note is needed in any case.
     """
+    x = named(x, layout, text, role=role, frame=frame, name=name)
     if frame.mode == "auto" and (frame.constrain == "all" or role in ("argument", "output")):
         with jax.named_scope(LayoutName(one_line(text), layout)):  # what the compiler sends for it has no other name
             x = constrain(x, layout, frame)
@@ -114,6 +116,28 @@ def mark(
         said = {**({"gone": gone} if gone else {}), **({"value": name} if name else {})}
         x = layout_p.bind(x, layout=layout, call=text, role=role, **said)
     return tag(x, layout, text, name if role == "argument" else None)
+
+
+def named(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, name: str | None = None) -> Any:
+    """Leave on a value what a string calls its dimensions, if some names have one size: a note for the checks.
+
+    Where sizes differ, they tell what a dimension is. The checks follow names from the signature on, and a result
+    needs no note.
+
+    Args:
+      x: The value.
+      layout: Its layout.
+      text: The call, for messages.
+      role: As for `mark`.
+      frame: The frame of the call.
+      name: As for `mark`.
+    """
+    if not frame.alike or role in ("argument", "result") or frame.alike.isdisjoint(layout.names):
+        return x
+    known = tag_of(x)
+    if known is not None and [dim.names for dim in known.layout.dims] == [dim.names for dim in layout.dims]:
+        return x
+    return names_p.bind(x, layout=layout, call=text, role=role, of=frame.bound, value=name, known=known)
 
 
 def ordered(x: Any, placement: str, axes: str | tuple[str, ...] | None, *, anew: bool = False) -> Any:

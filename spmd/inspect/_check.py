@@ -17,10 +17,11 @@ from spmd.checker import Findings, checked
 from spmd.checker._claims import arguments_of
 from spmd.checker._finding import Finding
 from spmd.checker._findings import report
+from spmd.checker._names import Labels
 from spmd.checker._state import State
 from spmd.errors import SpmdError
 from spmd.inspect._collectives import grouped
-from spmd.inspect._recorded import Labels, Path, inferred_text, record
+from spmd.inspect._recorded import Path, inferred_text, record
 from spmd.inspect._source import (
     Function,
     Slot,

@@ -6,20 +6,14 @@ The pass of a kernel's first call keeps nothing. These walks run when somebody a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from spmd import _compat
-from spmd._jaxprs.facts import kernel_around
-from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Rule, Variable, opened, shape_of, walk
-from spmd.checker._claims import OVERLAP, arguments_of, claim_of
+from spmd._jaxprs.walker import Domain, Equation, Held, opened, walk
+from spmd.checker import _names
 from spmd.checker._dataflow import Dataflow, typed, walk_closed
 from spmd.checker._state import HIDDEN, STEP, UNREAD, Axes, Dim, State, is_divided
-from spmd.checker._table import NEW, TABLE, groups
-from spmd.language import Layout
 
-Part = tuple[str, int]  # a name, and the size on the whole array
-Label = tuple[Part, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
-Labels = tuple[Label, ...]
 Path = tuple[int, ...]  # the equations around, outermost first
 
 
@@ -75,100 +69,8 @@ class States(Recording, Dataflow):
         return [one if one is not None and len(one.dims) == len(value.dims) else None for value, one in left]
 
 
-class Names(Recording):
-    """What each dimension is called, and how large it is on the whole array.
-
-    Strings give names: that of a kernel to its arguments, that of a verb to its result. From there they go where the
-    rules of the primitives send the dimension. A name is only shown where the whole dimension still has its size.
-    """
-
-    rules: ClassVar[Mapping[str, Rule]] = {"spmd_layout": lambda walk, eqn, operands: walk.marked(eqn, *operands)}
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        super().__init__()
-        self.sizes = sizes
-
-    def constant(self, var: Variable | None, value: Any) -> Labels:
-        return ((),) * len(shape_of(var) if var is not None else getattr(value, "shape", ()))
-
-    def step(self, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
-        name, given = eqn.primitive.name, operands[0] if operands else ()
-        entry = TABLE.get(name)
-        if entry is not None:
-            return self._mapped(entry.map(eqn), eqn, operands)
-        if name == "reshape":
-            return [_regrouped(given, shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]))]
-        moved = name in COMMUNICATES and len(operands) == len(eqn.outvars)
-        like = operands if moved else [given] * len(eqn.outvars)
-        pairs = zip(like, eqn.outvars, strict=True)
-        return [one if len(one) == len(shape_of(v)) else self.constant(v, None) for one, v in pairs]
-
-    def _mapped(self, m: Any, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
-        known: dict[int, Label] = {}
-        for labels, given in zip(m.operands, operands, strict=False):
-            for label, parts in zip(labels, given, strict=False):
-                if label is not NEW and parts:
-                    known.setdefault(label, parts)
-        result = tuple(() if label is NEW else known.get(label, ()) for label in m.result)
-        return [(*result, *[()] * len(shape_of(v)))[: len(shape_of(v))] for v in eqn.outvars]
-
-    def marked(self, eqn: Equation, given: Labels) -> list[Labels]:
-        """A string names the dimensions of a value; what `...` stands for keeps its names."""
-        mapped = eqn.params.get("mapped", ())
-        return [self.named(eqn.params["layout"], given, shape_of(eqn.outvars[0]), self.sizes, mapped)]
-
-    def named(
-        self, layout: Layout, given: Labels, shape: Sequence[int], sizes: Mapping[str, int], mapped: Sequence[int] = ()
-    ) -> Labels:
-        """The names that a layout gives to a block, or where `sizes` are none, to a whole array."""
-        claim = claim_of(layout)
-        places = claim.at(len(shape), mapped)
-        found = list(given)
-        dims = [dim for dim in layout.dims if not dim.ellipsis]
-        for place, dim, axes in zip(places or (), dims, (*claim.before, *claim.behind), strict=bool(places)):
-            atoms = [atom for atom in dim.atoms if atom.name not in ("_", "1")]
-            if axes is OVERLAP or len(atoms) < len(dim.atoms) or len(atoms) > 1:
-                continue
-            whole = shape[place]
-            for axis in axes[0]:
-                whole *= sizes.get(axis, 1)
-            found[place] = ((atoms[0].name, whole),) if atoms[0].named else ()
-        return tuple(found)
-
-    def join(self, one: Labels, other: Labels) -> Labels:
-        return tuple(a if a == b else () for a, b in zip(one, other, strict=True))
-
-    def may_not_run(self, value: Labels, start: Labels) -> Labels:
-        return value
-
-    def sliced(self, value: Labels, operand: Any) -> Labels:
-        return value[1:]
-
-    def stacked(self, value: Labels, result: Any) -> Labels:
-        return ((), *value)
-
-    def mapped(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> Sequence[Labels]:
-        """A kernel's own string says what its arguments are called."""
-        entering = list(operands)
-        body = opened(part.jaxpr)[0]
-        for i, leaf in arguments_of(eqn, kernel_around(self.callers)).items():
-            entering[i] = self.named(leaf.layout, entering[i], shape_of(body.invars[i]), self.sizes)
-        return self.run(eqn, part, entering)
-
-
-def _regrouped(given: Labels, old: Sequence[int], new: Sequence[int]) -> Labels:
-    """The names after a reshape: merged ones go together, and those that were merged are taken apart again."""
-    if 0 in old or len(given) != len(old):
-        return ((),) * len(new)
-    out: list[Label] = [()] * len(new)
-    for before, after in groups(old, new):
-        parts = [part for d in before for part in given[d]] if all(given[d] for d in before) else []
-        if len(after) == 1:
-            out[after.start] = tuple(parts)
-        elif len(parts) == len(after):
-            for d, part in zip(after, parts, strict=True):
-                out[d] = (part,)
-    return tuple(out)
+class Names(Recording, _names.Names):
+    """What each dimension is called."""
 
 
 def record(jaxpr: Any, name: str) -> tuple[States, Names]:

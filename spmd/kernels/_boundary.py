@@ -17,7 +17,7 @@ from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move
 from spmd.errors import Fault, MeshError, ModeError, PlacementError, VmapWarning, warn
 from spmd.kernels._outputs import Unequal
-from spmd.kernels._plan import Plan, trial_of, typed
+from spmd.kernels._plan import Plan, apart_of, trial_of, typed
 from spmd.kernels._signature import without
 from spmd.language import Layout, axes_code, axes_product, axes_tuple, mesh_text
 from spmd.mesh import check_alive, lies_whole, made_whole, outside_trace
@@ -206,7 +206,7 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
     def body(*shards: Any) -> Any:
         return plan.run(frame, shards, local=True, role="operand")
 
-    pairs = list(zip(shards, plan.leaves, strict=True))
+    whole = [_grown(x, s.layout, s.layout.axes, plan.sizes) for x, s in zip(shards, plan.leaves, strict=True)]
     with no_frame():
         inner = plan.jit(body, inline=True)
         check_body(
@@ -216,7 +216,8 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),
             how=plan.signature.check,
-            ask=lambda alone: trial_of(plan, [_grown(x, s.layout, s.layout.axes, plan.sizes) for x, s in pairs], alone),
+            ask=lambda alone: trial_of(plan, whole, alone),
+            apart=lambda: apart_of(plan, whole),
         )
         return inner(*shards)
 

@@ -402,7 +402,9 @@ def _bytes(var: Variable) -> int:
 
 # --- the same program ---------------------------------------------------------------------------------------
 
-_TYPES_ONLY = frozenset(("spmd_layout", "spmd_assert_equal", "spmd_retype", "spmd_fused", "pvary", "pcast"))
+_TYPES_ONLY = frozenset(
+    ("spmd_layout", "spmd_names", "spmd_assert_equal", "spmd_retype", "spmd_fused", "pvary", "pcast")
+)
 _ALIKE = {"all_gather_invariant": "all_gather"}
 
 

@@ -6,6 +6,8 @@ A warm call asks `fits` and runs `jitted`. Everything else here runs while JAX t
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -18,11 +20,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._jaxprs.facts import KernelName, Leaf
+from spmd._jaxprs.facts import Apart, KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
-from spmd.checker import Trial, check_jaxpr, tried
-from spmd.checker._arbiter import collecting, is_traced
+from spmd.checker import Trial, check_jaxpr, check_names, tried
+from spmd.checker._arbiter import collecting, for_numbers, is_traced
 from spmd.checker._arguments import Names, smaller
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
@@ -33,7 +35,7 @@ from spmd.kernels._signature import Signature, meant_by
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
-from spmd.modes import Frame, ambient_mode, enter_body
+from spmd.modes import Frame, Mode, ambient_mode, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -96,9 +98,10 @@ class Plan:
         self.simple = unmixed and not (self._deviceless or self.uneven or compared(mesh))
         self._check_layouts()
         donated = self.donate if mode != "reference" else ()
-        self.name = KernelName(self.signature.name, tuple(self.leaves) if mode == "explicit" else ())
+        placed = tuple(self.leaves) if mode == "explicit" else ()
+        self.name = KernelName(self.signature.name, placed, functools.partial(apart_of, self))
         explicit = self._explicit if self.signature.check == "off" else self._checked
-        entry = {"explicit": explicit, "auto": self._auto, "reference": self._reference}[mode]
+        entry = explicit if mode == "explicit" else self._named
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
@@ -189,6 +192,7 @@ class Plan:
             how=self.signature.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
+            apart=lambda: apart_of(self, leaves),
             ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone),
         )
 
@@ -306,6 +310,15 @@ class Plan:
         self._check(inner.trace(*leaves).jaxpr, leaves)
         return inner(*leaves)
 
+    def _named(self, *leaves: Any) -> Any:
+        """The body on whole arrays, after a look at the names of their dimensions, where some have one size."""
+        run = self._auto if self.mode == "auto" else self._reference
+        if not self.frame(leaves).alike or collecting.value or self.signature.check == "off":
+            return run(*leaves)
+        inner = self.jit(run, inline=True)
+        check_names(inner.trace(*leaves).jaxpr, apart_of(self, leaves), self.signature.check)
+        return inner(*leaves)
+
     def _explicit(self, *leaves: Any) -> Any:
         frame = self.frame(leaves)
         with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -415,6 +428,40 @@ def _gathered(x: Any) -> Any:
     """An array whose type says that it is divided (on Explicit axes), made whole: plain JAX may then do anything."""
     known = jax.typeof(x).sharding
     return jax.sharding.reshard(x, NamedSharding(known.mesh, P())) if any(known.spec) else x
+
+
+# --- names -------------------------------------------------------------------------------------------------------
+
+
+def apart_of(plan: Plan, leaves: Sequence[Any]) -> Apart:
+    """What tells the names of a kernel apart that have one size: the body is traced where one of two is larger, and
+    then where the other is. A size that a keyword says stays.
+
+    Args:
+      plan: The kernel.
+      leaves: Its arguments, or what has their shapes.
+    """
+    how: Mode = "explicit" if plan.mode == "explicit" else "reference"
+    types = [getattr(x, "aval", x) for x in leaves[len(leaves) - len(plan.leaves) :]]  # behind what a body closes over
+    frame, structs = plan.frame(types), [jax.ShapeDtypeStruct(x.shape, held_dtype(x)) for x in types]
+
+    @functools.cache
+    def raised(one: str, other: str) -> Sequence[Exception | None]:
+        names = names_in(plan, structs, [plan.mesh])
+        found: list[Exception | None] = []
+        for name in sorted({one, other} - dict(plan.signature.sizes).keys()):
+            size, taken = frame.known[name].size, {known.size for known in frame.known.values()}
+            larger = next(n for n in itertools.count(2 * size, size) if n not in taken)
+            again, given = plan.again(with_sizes(plan.mesh, {}), how), names.resized(structs, {(name, size): larger})
+            try:
+                with for_numbers(plan.sizes, how):
+                    jax.eval_shape(lambda *arrays, again=again: again.traced(arrays), *given)
+                found.append(None)
+            except Exception as error:  # of the body, which may raise anything
+                found.append(error)
+        return found
+
+    return Apart(plan.signature.text, plan.leaves, frame.bound, frame.alike, raised)
 
 
 # --- trial -------------------------------------------------------------------------------------------------------

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from spmd import _compat
 from spmd._jaxprs.factored import Factors, name_of
 from spmd._jaxprs.walker import Equation, Held, Variable, axes_of, opened, shape_of
+from spmd.checker._names import Label, Labels, Part
 from spmd.checker._state import HIDDEN, State, is_divided
 from spmd.checker._table import NEW
-from spmd.inspect._recorded import Label, Labels, Names, Part
+from spmd.inspect._recorded import Names
 from spmd.language import axes_code, axes_product, axes_tuple
 
 # By the axes that divide them, dimensions have the names that most programs give them; others have the next letter.

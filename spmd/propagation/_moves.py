@@ -16,10 +16,11 @@ from spmd._jaxprs.lines import LineName, gradient_line, is_transposed, line_of
 from spmd._jaxprs.primitives import PRIMITIVES, UNKNOWN
 from spmd._jaxprs.walker import Domain, Equation, Held, Rule, call_of, opened, shape_of, walk
 from spmd._text import bytes_text, fields_of
+from spmd.checker._names import Labels
 from spmd.checker._state import Axes, State, axes_of_dim, plain
 from spmd.checker._table import MOVES, TABLE
 from spmd.inspect._program import of_sharding
-from spmd.inspect._recorded import Labels, Names, Path, Recording, States, inferred_text
+from spmd.inspect._recorded import Names, Path, Recording, States, inferred_text
 from spmd.language import Layout
 from spmd.propagation._module import Number, Place, RawMove, Reading, Typed
 

@@ -57,6 +57,24 @@ bad(
     local_sum_over_a_number_leaves=lambda mesh: body("b/dp d -> d", lambda x: x.sum(0) / 4, mesh),
 )
 
+SQUARE = np.arange(64.0, dtype=np.float32).reshape(8, 8)
+bad(
+    square_array_leaves_turned=(
+        lambda mesh: body("b d -> b d", lambda x: x.T, mesh, SQUARE),
+        lambda mesh, fix: np.testing.assert_array_equal(
+            body("b d -> b d", lambda x: fix(result=x.T), mesh, SQUARE), SQUARE
+        ),
+    ),
+    square_array_called_otherwise=(
+        lambda mesh: body("b/dp d -> d/dp", lambda x: reduce(jnp.tanh(x), "d/dp b -> d/dp"), mesh, SQUARE),
+        lambda mesh: np.testing.assert_allclose(
+            body("b/dp d -> d/dp", lambda x: reduce(jnp.tanh(x), "b/dp d -> d/dp"), mesh, SQUARE),
+            np.tanh(SQUARE).sum(0),
+            rtol=1e-6,
+        ),
+    ),
+)
+
 
 @bad
 def local_maximum_leaves(mesh):
