@@ -398,13 +398,18 @@ class Checkpoints:
     def _folder(self, step: int) -> Any:
         return self.path / "steps" / str(step)
 
+    def _is_ours(self, step: int) -> bool:
+        """Return whether the folder of a step holds one: others may have folders whose names are numbers."""
+        return any((self._folder(step) / name).exists() for name in (_ABOUT, _STATE))
+
     def _known(self) -> set[int]:
         """The steps that are there, as any process sees them."""
         if self._steps is None:
             rule = "the checkpoints cannot be listed."
             fault = lambda told: PlacementError(rule, got=[f"path: {self.path}", told])
-            here = in_all(lambda: self._orbax.utils.checkpoint_steps(self.path / "steps"), fault, OSError)
-            self._steps = {int(step) for one in everyone(list(map(int, here))) for step in one}
+            listed = lambda: list(filter(self._is_ours, self._orbax.utils.checkpoint_steps(self.path / "steps")))
+            here = list(map(int, in_all(listed, fault, OSError)))
+            self._steps = {int(step) for one in everyone(here) for step in one}
         return self._steps
 
     def _settle(self, size: int = 0, step: int | None = None) -> str:
@@ -419,7 +424,7 @@ class Checkpoints:
         refused_by = jax_errors.refused_by_the_system(failure)
         if failure is not None and refused_by is None:
             raise failure
-        other, refused = ("", "") if step is None else self._admitted(size)
+        other, refused = ("", "") if step is None else self._admitted(size, step)
         told = "" if refused_by is None else jax_errors.first_line(refused_by)
         told, refused, other = anywhere(told, refused, other)
         if other:
@@ -438,7 +443,7 @@ class Checkpoints:
             self._retain()
         return refused
 
-    def _admitted(self, size: int) -> tuple[str, str]:
+    def _admitted(self, size: int, step: int) -> tuple[str, str]:
         """Return which other program saves into the folder, and why the disk would not take so many bytes from this
         process; one that is alone hears it from Orbax."""
         other = ""
@@ -447,6 +452,8 @@ class Checkpoints:
                 first, other = not self._lease.held, self._lease.take()
                 if first and not other:
                     self._remove_parts()
+                if self._folder(step).exists() and not self._is_ours(step):
+                    raise OSError(f"{self._folder(step)} is there, and is no checkpoint")
             if self._local and jax.process_count() > 1:
                 with tempfile.TemporaryFile(dir=self.path) as probe:
                     probe.write(bytes(_PROBE))

@@ -535,6 +535,22 @@ def test_a_step_under_another_name_is_not_taken_for_it(saved, capsys):
     assert "step 9 is damaged" in capsys.readouterr().err
 
 
+def test_folders_of_others_among_the_steps_stay(saved, capsys):
+    """Their names are numbers. Retention deleted them, and a damaged one was saved over."""
+    others = [saved.path / "steps" / str(step) / "thesis.tex" for step in (1, 2, 7)]
+    for one in others:
+        one.parent.mkdir(parents=True)
+        one.touch()
+    make = maker()
+    assert saved.restore(make, jax.random.key(0)).step == 0
+    for step in (3, 4, 5, 6, 7, 8):
+        saved.save(step, make(jax.random.key(step)))
+    saved.wait()
+    assert f"{others[-1].parent} is there, and is no checkpoint" in capsys.readouterr().err
+    assert steps(saved) == [1, 2, 5, 6, 7, 8] and all(one.exists() for one in others)
+    assert saved.restore(make, jax.random.key(0)).step == 8
+
+
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
