@@ -452,7 +452,7 @@ class Checkpoints:
                 first, other = not self._lease.held, self._lease.take()
                 if first and not other:
                     self._remove_parts()
-                if self._folder(step).exists() and not self._is_ours(step):
+                if not other and self._folder(step).exists() and not self._is_ours(step):
                     raise OSError(f"{self._folder(step)} is there, and is no checkpoint")
             if self._local and jax.process_count() > 1:
                 with tempfile.TemporaryFile(dir=self.path) as probe:
