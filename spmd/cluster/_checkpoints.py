@@ -424,9 +424,11 @@ class Checkpoints:
         refused_by = jax_errors.refused_by_the_system(failure)
         if failure is not None and refused_by is None:
             raise failure
-        other, refused = ("", "") if step is None else self._admitted(size, step)
+        other, refused, news = ("", "", "") if step is None else self._admitted(size, step)
         told = "" if refused_by is None else jax_errors.first_line(refused_by)
-        told, refused, other = anywhere(told, refused, other)
+        told, refused, other, news = anywhere(told, refused, other, news)
+        if news:
+            self._steps = None
         if other:
             advice = "give each program a folder of its own, or wait until that one has ended"
             got = [f"path: {self.path}", other]
@@ -443,25 +445,28 @@ class Checkpoints:
             self._retain()
         return refused
 
-    def _admitted(self, size: int, step: int) -> tuple[str, str]:
-        """Return which other program saves into the folder, and why the disk would not take so many bytes from this
-        process; one that is alone hears it from Orbax."""
-        other = ""
+    def _admitted(self, size: int, step: int) -> tuple[str, str, str]:
+        """Return which other program saves into the folder; why the disk would not take so many bytes from this
+        process, while one that is alone hears it from Orbax; and whether others may have saved since the steps were
+        listed."""
+        other = news = ""
         try:
             if jax.process_index() == 0:
                 first, other = not self._lease.held, self._lease.take()
                 if first and not other:
                     self._remove_parts()
-                if not other and self._folder(step).exists() and not self._is_ours(step):
+                there = not other and self._folder(step).exists()
+                if there and not self._is_ours(step):
                     raise OSError(f"{self._folder(step)} is there, and is no checkpoint")
+                news = "list again" if there or (first and not other) else ""
             if self._local and jax.process_count() > 1:
                 with tempfile.TemporaryFile(dir=self.path) as probe:
                     probe.write(bytes(_PROBE))
                 if shutil.disk_usage(self.path).free < size:
                     raise OSError(os.strerror(errno.ENOSPC))
         except OSError as error:
-            return other, f"{error}"
-        return other, ""
+            return other, f"{error}", news
+        return other, "", news
 
     def _remove_parts(self) -> None:
         """Remove what saves that failed have left, of this run or of one that was killed."""

@@ -665,6 +665,30 @@ def test_a_second_program_in_the_folder_is_an_error(tmp_path):
     end(again, since)
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_another_program_saved_since_the_restore_is_seen(tmp_path, taken):
+    """A job restores while the one before it still saves. Both save step 10: ValueError, Destination already exists."""
+    make, keep = maker(), {"keep": 2}
+    with checkpoints(tmp_path / "run", **keep) as first:
+        first.save(5, make(jax.random.key(5)))
+        first.wait()
+        second = checkpoints(tmp_path / "run", **keep)
+        assert second.restore(make, jax.random.key(0)).step == 5
+        if taken:
+            second.save(6, make(jax.random.key(6)))
+            second.wait()
+        for step in (9, 10):
+            first.save(step, make(jax.random.key(step)))
+    with second:
+        second.save(10, make(jax.random.key(0)))  # it is there already, and stays
+        second.save(11, make(jax.random.key(11)))
+        same(second.restore(make, jax.random.key(0)).state, make(jax.random.key(11)))
+    assert steps(second) == [10, 11]
+    shutil.rmtree(second.path / "steps" / "11")
+    with checkpoints(tmp_path / "run") as third:
+        same(third.restore(make, jax.random.key(0)).state, make(jax.random.key(10)))
+
+
 # --- in a bucket -----------------------------------------------------------------------------------------------------
 
 
