@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ import numpy as np
 from spmd._processes.agreement import everyone, in_all
 from spmd._processes.copies import block_text
 from spmd._text import bytes_text
-from spmd.errors import PlacementError, SpmdError
+from spmd.errors import PlacementError, SpmdError, is_int
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace, whole_sharding
 from spmd.modes import ambient_mode
@@ -49,6 +50,37 @@ def in_a_bucket(path: str | Path, schemes: Sequence[str], call: str) -> bool:
         return True
     known = " or ".join(f'"{one}://bucket/folder"' for one in schemes)
     raise SpmdError(f"nothing is written to {str(path)!r}.", call=call, advice=f"a folder, or {known}, as a string")
+
+
+def entries(text: bytes, path: Any, **right: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what a file of JSON says.
+
+    Args:
+      text: The file.
+      path: Where it is, for the error.
+      **right: For entries, whether what they say is right; None stands for one that is not there.
+
+    Raises:
+      OSError: It says something else, or nothing.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise OSError(f"{path} is no JSON") from None
+    if not isinstance(found, dict):
+        raise OSError(f"{path} is of type {type(found).__name__}, and has no entries")
+    for name, test in right.items():
+        if not test(found.get(name)):
+            raise OSError(f"{path}: {name!r} is {reprlib.repr(found[name]) if name in found else 'missing'}")
+    return found
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
 
 
 _MOST = 2**26  # bytes of a chunk
@@ -251,7 +283,7 @@ class _Place:
         else:
             names = [one.relative_to(self.whole).as_posix() for one in self.whole.rglob("*")]
         there, ours = _NAME in names, self.in_a_bucket and _NAME not in names  # that is what a stopped write leaves
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with contextlib.suppress(OSError):
             ours = ours or _ABOUT in self.about()["attributes"]
         other = [one for one in names if not (ours and re.fullmatch(rf"{re.escape(_NAME)}|c(/\d+)*", one))]
         if other:
@@ -263,10 +295,14 @@ class _Place:
     def about(self) -> dict[str, Any]:
         """What an array says of itself."""
         if self._has(_NAME):
-            about = json.loads(_files(self.whole).read(_NAME).result().value)
-            if about["node_type"] != "array":
+            text, path = _files(self.whole).read(_NAME).result().value, f"{self.whole}/{_NAME}"
+            if entries(text, path, node_type=is_text)["node_type"] != "array":
                 raise OSError("it is a group of arrays: read one of them")
-            return {"attributes": {}, **about}
+            about = entries(text, path, **_ENTRIES)
+            names = about.get("dimension_names") or [None] * len(about["shape"])
+            if len(names) != len(about["shape"]):
+                raise OSError(f"{path}: {len(names)} 'dimension_names' for {len(about['shape'])} dimensions")
+            return {**about, "dimension_names": names, "attributes": about.get("attributes") or {}}
         if self._has(".zarray") or self._has(".zgroup"):
             raise OSError("it is written in version 2 of Zarr, and version 3 is read")
         if left := [one.name for one in self._left("old|part")]:
@@ -288,7 +324,26 @@ class _Place:
         return bool(_files(self.whole).read(name).result().state == "value")
 
 
+def _is_number(name: Any) -> bool:
+    """Return whether it is the name of a type of numbers."""
+    with contextlib.suppress(TypeError, ValueError):
+        return isinstance(name, str) and bool(jnp.issubdtype(jnp.dtype(name), jnp.number) or name == "bool")
+    return False
+
+
+def _says_layout(about: Any) -> bool:
+    return is_mapping(about) and is_text(about.get("layout"))
+
+
 _NAME = "zarr.json"  # what says the shape
+_ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda shape: isinstance(shape, list) and all(is_int(n, 0) for n in shape),
+    "data_type": _is_number,
+    "dimension_names": lambda names: (
+        not names or (isinstance(names, list) and all(n is None or is_text(n) for n in names))
+    ),
+    "attributes": lambda told: is_mapping(told or {}) and _says_layout((told or {}).get(_ABOUT, {"layout": ""})),
+}
 
 
 def _chunk(block: Sequence[int], item: int) -> list[int]:
@@ -319,7 +374,7 @@ def _names(layout: Layout) -> list[str | None]:
 
 def _check_names(about: Mapping[str, Any], layout: Layout, rename: Mapping[str, str], call: str) -> None:
     """Complain about dimensions that have other names in the layout than the array says."""
-    stored: list[str | None] = about.get("dimension_names") or [None] * len(about["shape"])
+    stored: list[str | None] = about["dimension_names"]
     if unknown := [name for name in rename if name not in stored]:
         raise PlacementError(f"the array has no dimension {unknown[0]!r}.", call=call, got=[_listed(stored)])
     wanted = [None if name is None else rename.get(name, name) for name in stored]

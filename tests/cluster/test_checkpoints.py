@@ -689,6 +689,44 @@ def test_what_another_program_saved_since_the_restore_is_seen(tmp_path, taken):
         same(third.restore(make, jax.random.key(0)).state, make(jax.random.key(10)))
 
 
+ODD = [
+    b"null",
+    b"[1]",
+    b"[" * 10**5,
+    b'{"content": ' * 300 + b"1" + b"}" * 300,
+    {},
+    {"leaves": 3},
+    {"sums": None},
+    {"data": 3},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:20])
+def test_odd_metadata_of_a_step(saved, odd, mesh, capsys):
+    make, data = maker(), batches(np.arange(40), "b/dp", batch=4, mesh=mesh)
+    two_steps(saved, make, data)
+    path = saved.path / "steps/2/about/0.json"
+    if isinstance(odd, dict):  # by a program that computes the digest too
+        about = {name: one for name, one in json.loads(path.read_text())["content"].items() if name in ("step", *odd)}
+        about |= odd
+        odd = json.dumps({"digest": _checkpoints._digest(about), "content": about}).encode()
+    path.write_bytes(odd)
+    with checkpoints(saved.path) as other:
+        assert other.restore(make, jax.random.key(0), data=data).step == 1
+    assert "step 2 is damaged" in capsys.readouterr().err
+
+
+def test_an_odd_place_in_the_data_is_said_with_the_path(saved, mesh):
+    make, data = maker(), batches(np.arange(40), "b/dp", batch=4, mesh=mesh)
+    two_steps(saved, make, data)
+    path = saved.path / "steps/2/about/0.json"
+    about = json.loads(path.read_text())["content"]
+    about["data"]["next"] = -5
+    path.write_text(json.dumps({"digest": _checkpoints._digest(about), "content": about}))
+    with checkpoints(saved.path) as other, pytest.raises(SpmdError, match=f"(?s)number of a batch.*{path.parents[1]}"):
+        other.restore(make, jax.random.key(0), data=data)
+
+
 # --- in a bucket -----------------------------------------------------------------------------------------------------
 
 

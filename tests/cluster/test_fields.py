@@ -334,6 +334,48 @@ def test_a_write_that_is_killed_while_it_replaces_keeps_what_was_there(tmp_path,
     assert [one.name for one in tmp_path.iterdir()] == ["u"]
 
 
+WELL = {"node_type": "array", "shape": [2], "data_type": "int8"}
+ODD = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"3",
+    b'"x"',
+    b"{}",
+    b"\xff\xfe\0",
+    b"[" * 10**5,
+    b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
+]
+ODD += [
+    json.dumps({**WELL, name: value}).encode()
+    for name, values in {
+        "node_type": [None, 3, [], "node"],
+        "shape": [None, 3, {}, [-1], [1.5], ["2"], [True], [None], [[2]]],
+        "data_type": [None, 3, "r16", "object", "string", {"name": "numpy.datetime64"}, "x" * 10**6],
+        "dimension_names": [3, "x", {"x": 1}, [3], [[]], ["x", "y"], []],
+        "attributes": [[1], "x", 3, {"spmd": None}, {"spmd": []}, {"spmd": {}}, {"spmd": {"layout": 3}}],
+    }.items()
+    for value in values
+    if value != [] or name == "node_type"
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:70].decode("latin"))
+def test_odd_metadata_are_an_error_with_the_path(tmp_path, odd):
+    (tmp_path / "u").mkdir()
+    path = tmp_path / "u" / "zarr.json"
+    path.write_bytes(odd)
+    for layout in (None, "_"):
+        with pytest.raises(PlacementError) as caught:
+            read_zarr(tmp_path / "u", layout, mesh=spmd.make_mesh(**MESH))
+        assert str(path) in str(caught.value) or "group" in str(caught.value)
+        assert len(str(caught.value)) < 800
+    with pytest.raises(PlacementError, match="is not replaced"):
+        write_zarr(tmp_path / "u", placed(), "x y", overwrite=True)
+    assert path.read_bytes() == odd
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
