@@ -137,6 +137,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like this one; None where none is close."""
     import difflib
 
+    if len(name) > 100:  # difflib takes the square of it
+        return None
     names = [str(one) for one in known]
     folded = {one.lower(): one for one in reversed(names)}
     turned = [one for key, one in folded.items() if sorted(key) == sorted(name.lower())]

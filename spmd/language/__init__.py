@@ -21,7 +21,7 @@ from spmd.language._sizes import (
     mesh_text,
     with_axis,
 )
-from spmd.language._syntax import Atom, Axes, Dim
+from spmd.language._syntax import Atom, Axes, Dim, check_length
 
 __all__ = [
     "Atom",
@@ -44,6 +44,7 @@ __all__ = [
     "axis_span",
     "bind",
     "check_axes",
+    "check_length",
     "factors_of",
     "indivisible",
     "mesh_text",
