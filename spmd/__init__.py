@@ -8,7 +8,7 @@ operation.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from spmd._python.rooms import dir_of, no_such_name
+from spmd._python.rooms import dir_of, in_turn, no_such_name
 
 if TYPE_CHECKING:
     from spmd import (
@@ -159,12 +159,13 @@ def _loaded(name: str) -> Any:
     if name not in __all__:
         no_such_name(__name__, name)
     home = _HOMES.get(name) or next(room for room in _ROOMS if name in import_module(f"spmd.{room}").__all__)
+    import_module(f"spmd.{home.partition('.')[0]}")
     globals()[name] = getattr(import_module(f"spmd.{home}"), name)
     return globals()[name]
 
 
 if not TYPE_CHECKING:  # to type checkers, every misspelt name would be one that loads
-    __getattr__ = _loaded
+    __getattr__ = in_turn(_loaded)
 
 
 def __dir__() -> list[str]:

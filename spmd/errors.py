@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ open_room(globals())
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_PASTED = 1000  # characters of a line, and of a fix: no longer one is shown
 _WIDTH = 120  # a longer line wraps in a terminal, and its carets then point nowhere
 
 
@@ -184,15 +186,16 @@ class Fault:
         return (self.fix,) if isinstance(self.fix, str | Fix) else self.fix or ()
 
     def __str__(self) -> str:
-        lines = [*_shown(self.call, self.source, self.span), self.rule]
-        got = [*self.got, *([f"called by {', called by '.join(self.layers)}"] if self.layers else [])]
+        lines = [_cut(line) for line in (*_shown(self.call, self.source, self.span), self.rule)]
+        got = [*map(_cut, self.got), *([f"called by {', called by '.join(self.layers)}"] if self.layers else [])]
         if len(got) == 1:
             lines.append(f"got: {got[0]}")
         elif got:
             lines += ["got:", *(f"- {line}" for line in got)]
-        lines += ["fix: " + str(one).replace("\n", "\n     ") for one in self.fixes]
+        fixes = [str(one) for one in self.fixes]
+        lines += ["fix: " + one.replace("\n", "\n     ") for one in fixes if len(one) <= _PASTED]
         if self.advice is not None:
-            lines.append("advice: " + self.advice.replace("\n", "\n        "))
+            lines.append("advice: " + _cut(self.advice).replace("\n", "\n        "))
         return "\n".join(lines)
 
 
@@ -330,6 +333,15 @@ def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
     right = min(len(text), left + _WIDTH)
     head, tail = "..." if left else "", "..." if right < len(text) else ""
     return head + text[left:right] + tail, start - left + len(head), end - left + len(head)
+
+
+_LONG = re.compile(r"\S{201,}|\"[^\"\n]{201,}\"|(?<!\w)'[^'\n]{201,}'(?!\w)")
+
+
+def _cut(text: str) -> str:
+    """Sentences in which nothing is quoted that is longer than 200 characters, and none of them is endless."""
+    lines = _LONG.sub(lambda found: f"{found[0][:100]}...{found[0][-30:]}", text).split("\n")
+    return "\n".join(line if len(line) <= _PASTED else f"{line[:_PASTED]}..." for line in lines)
 
 
 def _clean(text: str) -> str:

@@ -5,8 +5,10 @@ It is loaded with the package, so it imports nothing that takes time.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -42,6 +44,31 @@ ELSEWHERE = {
     "PartitionSpec": 'spmd.Layout("b/dp d").spec',
     "Mesh": "spmd.make_mesh(dp=2, tp=4)",
 }
+
+
+def in_turn(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Decorate what loads a room: one thread at a time does so.
+
+    Python's own locks are one for each module. Threads that load a package and a module of it at once get half of them,
+    those of JAX too. A thread in the middle of a module of ours holds such a lock, for which the one that loads may be
+    waiting: it does not wait for its turn.
+    """
+    lock = threading.RLock()
+
+    def loaded(name: str) -> Any:
+        with contextlib.nullcontext() if _inside_a_module() else lock:
+            return load(name)
+
+    return loaded
+
+
+def _inside_a_module() -> bool:
+    frame: Any = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "<module>" and frame.f_globals.get("__name__", "").startswith("spmd."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def open_room(names: dict[str, Any]) -> None:
@@ -110,6 +137,8 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """The known name that is spelled most like this one; None where none is close."""
     import difflib
 
+    if len(name) > 100:  # difflib takes the square of it
+        return None
     names = [str(one) for one in known]
     folded = {one.lower(): one for one in reversed(names)}
     turned = [one for key, one in folded.items() if sorted(key) == sorted(name.lower())]

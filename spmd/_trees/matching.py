@@ -36,7 +36,7 @@ from spmd._trees.leaves import (
     with_article,
 )
 from spmd.errors import LayoutError, did_you_mean
-from spmd.language import Layout
+from spmd.language import Layout, check_length
 
 # --- rules over paths ----------------------------------------------------------------------------------
 
@@ -70,6 +70,8 @@ def match_layouts(tree: Any, rules: Mapping[str, str | Layout]) -> Any:
             call="match_layouts(tree, rules)",
             advice='match_layouts(tree, {"**": "b d"}) for one layout everywhere',
         )
+    for rule in rules:
+        check_length(rule, "match_layouts(tree, rules)")
     read = {rule: Layout(text, call=f"{rule!r}: {text!r}") for rule, text in rules.items()}
     leaves = list(leaves_of(tree))
     used: set[str] = set()
@@ -135,6 +137,7 @@ def _matches(rule: str, parts: tuple[str, ...]) -> bool:
 def _regex(rule: str) -> re.Pattern[str]:
     """A rule as an expression over a path whose every part ends in "/"."""
     pieces = []
+    rule = re.sub(r"(?<![^/])(\*\*/)+", "**/", rule)  # of several, each would try what the others leave
     for part in rule.split("/"):
         inner = "".join("[^/]*" if one == "*" else "[^/]" if one == "?" else re.escape(one) for one in part)
         pieces.append("(?:[^/]*/)*" if part == "**" else f"{inner}/")

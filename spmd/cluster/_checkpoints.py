@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import datetime
 import errno
 import hashlib
@@ -33,7 +34,7 @@ from spmd._processes.copies import by_device, checksums, different_copies
 from spmd._python.rooms import nearest
 from spmd._trees.leaves import kind_of
 from spmd.cluster._data import Batches
-from spmd.cluster._fields import in_a_bucket, library
+from spmd.cluster._fields import entries, in_a_bucket, is_mapping, is_text, library
 from spmd.cluster._recorder import recorder
 from spmd.errors import PlacementError, SpmdError, is_int
 from spmd.mesh import check_alive
@@ -43,6 +44,7 @@ from spmd.mesh import check_alive
 
 BEAT = 5.0  # seconds after which who holds a lease says so again
 PATIENCE = 30.0  # seconds of silence after which who held it counts as dead
+_BEGINS = b'{"holder": "'  # the file
 _ME = uuid.uuid4().hex  # this process: others may have its number, and the name of its host
 
 
@@ -60,14 +62,21 @@ class Lease:
         self._ended = threading.Event()
 
     def holder(self) -> dict[str, str] | None:
-        """The other program that holds it; None where nobody does, or one that is known to have ended."""
+        """The other program that holds it; None where nobody does, or one that is known to have ended.
+
+        Raises:
+          OSError: The file is something else.
+        """
         try:
-            text = self._file.read_text()
-            found, word = json.loads(text), (text, self._file.stat().mtime)
+            text = self._file.read_bytes()
+            word = text, self._file.stat().mtime
         except FileNotFoundError:
             return None
-        except ValueError:  # the disk was full when it was written
-            found, word = {"holder": "", "host": "another host", "process": "", "system": ""}, ("", 0)
+        if _BEGINS.startswith(text.strip(b"\0")) or (text.startswith(_BEGINS) and not text.endswith(b"}")):
+            # the disk was full when it was written
+            found, word = {"holder": "", "host": "another host", "process": "", "system": ""}, (b"", 0)
+        else:
+            found = entries(text, self._file, holder=is_text, host=is_text, process=is_text, system=is_text)
         if found["holder"] == _ME or (found["system"] == _system() != "" and not _lives(found["process"])):
             return None
         if word != self._heard[0]:
@@ -97,8 +106,9 @@ class Lease:
         if self.held:
             self._ended.set()
             self.held = False
-            if self.holder() is None:
-                self._file.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                if self.holder() is None:
+                    self._file.unlink(missing_ok=True)
 
     def _go_on(self, ended: threading.Event) -> None:
         while not ended.wait(BEAT):
@@ -135,7 +145,7 @@ def _lives(process: str) -> bool:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return False
-    except (OSError, ValueError):
+    except (OSError, ValueError, OverflowError):
         return True
     return int(process) != os.getpid()
 
@@ -320,7 +330,8 @@ class Checkpoints:
         wanted = init.abstract(*args)
         self._steps, failures = None, []
         if jax.process_index() == 0:
-            self._lease.holder()  # who is silent from here to the first save has ended
+            with contextlib.suppress(OSError):
+                self._lease.holder()  # who is silent from here to the first save has ended
         for step in sorted(self._known(), reverse=True):
             try:
                 found = Restored(self._read(step, wanted, data, cast), step)
@@ -398,13 +409,18 @@ class Checkpoints:
     def _folder(self, step: int) -> Any:
         return self.path / "steps" / str(step)
 
+    def _is_ours(self, step: int) -> bool:
+        """Return whether the folder of a step holds one: others may have folders whose names are numbers."""
+        return any((self._folder(step) / name).exists() for name in (_ABOUT, _STATE))
+
     def _known(self) -> set[int]:
         """The steps that are there, as any process sees them."""
         if self._steps is None:
             rule = "the checkpoints cannot be listed."
             fault = lambda told: PlacementError(rule, got=[f"path: {self.path}", told])
-            here = in_all(lambda: self._orbax.utils.checkpoint_steps(self.path / "steps"), fault, OSError)
-            self._steps = {int(step) for one in everyone(list(map(int, here))) for step in one}
+            listed = lambda: list(filter(self._is_ours, self._orbax.utils.checkpoint_steps(self.path / "steps")))
+            here = list(map(int, in_all(listed, fault, OSError)))
+            self._steps = {int(step) for one in everyone(here) for step in one}
         return self._steps
 
     def _settle(self, size: int = 0, step: int | None = None) -> str:
@@ -419,9 +435,11 @@ class Checkpoints:
         refused_by = jax_errors.refused_by_the_system(failure)
         if failure is not None and refused_by is None:
             raise failure
-        other, refused = ("", "") if step is None else self._admitted(size)
+        other, refused, news = ("", "", "") if step is None else self._admitted(size, step)
         told = "" if refused_by is None else jax_errors.first_line(refused_by)
-        told, refused, other = anywhere(told, refused, other)
+        told, refused, other, news = anywhere(told, refused, other, news)
+        if news:
+            self._steps = None
         if other:
             advice = "give each program a folder of its own, or wait until that one has ended"
             got = [f"path: {self.path}", other]
@@ -438,23 +456,28 @@ class Checkpoints:
             self._retain()
         return refused
 
-    def _admitted(self, size: int) -> tuple[str, str]:
-        """Return which other program saves into the folder, and why the disk would not take so many bytes from this
-        process; one that is alone hears it from Orbax."""
-        other = ""
+    def _admitted(self, size: int, step: int) -> tuple[str, str, str]:
+        """Return which other program saves into the folder; why the disk would not take so many bytes from this
+        process, while one that is alone hears it from Orbax; and whether others may have saved since the steps were
+        listed."""
+        other = news = ""
         try:
             if jax.process_index() == 0:
                 first, other = not self._lease.held, self._lease.take()
                 if first and not other:
                     self._remove_parts()
+                there = not other and self._folder(step).exists()
+                if there and not self._is_ours(step):
+                    raise OSError(f"{self._folder(step)} is there, and is no checkpoint")
+                news = "list again" if there or (first and not other) else ""
             if self._local and jax.process_count() > 1:
                 with tempfile.TemporaryFile(dir=self.path) as probe:
                     probe.write(bytes(_PROBE))
                 if shutil.disk_usage(self.path).free < size:
                     raise OSError(os.strerror(errno.ENOSPC))
         except OSError as error:
-            return other, f"{error}"
-        return other, ""
+            return other, f"{error}", news
+        return other, "", news
 
     def _remove_parts(self) -> None:
         """Remove what saves that failed have left, of this run or of one that was killed."""
@@ -524,11 +547,15 @@ class Checkpoints:
         sums = jax.device_get(checksums(leaves))
         in_all(lambda: _check_sums(sums, about["sums"]), _Damaged, _Damaged)  # each process has read its own file
         if data is not None:
-            if about["data"] is None:
+            if about.get("data") is None:
                 raise PlacementError(
                     "the checkpoint does not say where the data were.", call="restore(init, ..., data=data)"
                 )
-            data.state = about["data"]
+            try:
+                data.state = about["data"]
+            except SpmdError as error:
+                got = [f"path: {self._folder(step)}", *error.fault.got]
+                raise SpmdError(dataclasses.replace(error.fault, got=got)) from error
         leaves |= {path: _empty(x) for path, x in asked.items() if not x.size}
         cast_to = lambda x, dtype: x if x.dtype == dtype else x.astype(dtype)  # random keys have no astype
         placed = [cast_to(leaves[path], x.dtype) for path, x in asked_for.items()]
@@ -537,10 +564,13 @@ class Checkpoints:
     def _about(self, step: int) -> Any:
         """Return what was written beside the arrays."""
         try:
-            found = json.loads((self._folder(step) / _ABOUT / _BESIDE).read_text())
-            if found["digest"] == _digest(found["content"]) and found["content"]["step"] == step:
-                return found["content"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            path = self._folder(step) / _ABOUT / _BESIDE
+            whole = lambda told: is_mapping(told) and is_mapping(told.get("leaves")) and is_mapping(told.get("sums"))
+            found = entries(path.read_bytes(), path, content=whole)
+            about = found["content"]
+            if found.get("digest") == _digest(about) and about.get("step") == step:
+                return about
+        except (OSError, RecursionError) as error:
             raise _Damaged("its checksums were not written") from error
         raise _Damaged("what lies beside the arrays is not what was saved")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+import reprlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -256,14 +258,20 @@ class Batches(Iterator[Any]):
 
     @state.setter
     def state(self, state: Mapping[str, int]) -> None:
-        mine = self.state
+        mine, call = self.state, "batches.state = ..."
+        if not isinstance(state, Mapping):
+            raise SpmdError(f"a state of batches is a dict, not of type {type(state).__name__}.", call=call)
         if missing := [name for name in mine if name not in state]:
-            raise SpmdError(f"a state of batches has {', '.join(mine)}; {', '.join(missing)} is missing.")
+            raise SpmdError(f"a state of batches has {', '.join(mine)}; {', '.join(missing)} is missing.", call=call)
+        told = {name: reprlib.repr(state[name]) for name in mine}
+        found = {name: _whole(state[name]) for name in mine}
         same = [name for name in mine if name != "next"]
-        if wrong := [f"{name}: {state[name]}, here {mine[name]}" for name in same if int(state[name]) != mine[name]]:
+        if wrong := [f"{name}: {told[name]}, here {mine[name]}" for name in same if found[name] != mine[name]]:
             rule = "the state belongs to other batches: samples would be lost or come twice."
-            raise SpmdError(rule, call="batches.state = ...", got=wrong, advice="batches(...) with those arguments")
-        self._next = int(state["next"])
+            raise SpmdError(rule, call=call, got=wrong, advice="batches(...) with those arguments")
+        if (index := found["next"]) is None or not 0 <= index < np.iinfo(np.int64).max // self.size:
+            raise SpmdError(f"next is the number of a batch, not {told['next']}.", call=call)
+        self._next = index
         self._forget_ahead()
 
     def _check_same(self) -> None:
@@ -355,6 +363,13 @@ class Batches(Iterator[Any]):
             advice = "pad or cut the samples in the source, so that all have one shape"
             raise SizeError(rule, call="batches(source, ...)", got=got, advice=advice)
         return [_fitted(x, one.dtype, index) for x, one in zip(leaves, structs, strict=True)]
+
+
+def _whole(value: Any) -> int | None:
+    """A number that is whole, whatever holds it; None for all else."""
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        return int(value) if int(value) == value else None
+    return None
 
 
 def _rows_here(sharding: Any, shape: Sequence[int]) -> np.ndarray:

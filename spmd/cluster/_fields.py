@@ -8,19 +8,21 @@ import json
 import math
 import os
 import re
+import reprlib
 import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from spmd._processes.agreement import in_all
+from spmd._processes.agreement import everyone, in_all
 from spmd._processes.copies import block_text
 from spmd._text import bytes_text
-from spmd.errors import PlacementError, SpmdError
+from spmd.errors import PlacementError, SpmdError, is_int
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace, whole_sharding
 from spmd.modes import ambient_mode
@@ -50,6 +52,37 @@ def in_a_bucket(path: str | Path, schemes: Sequence[str], call: str) -> bool:
     raise SpmdError(f"nothing is written to {str(path)!r}.", call=call, advice=f"a folder, or {known}, as a string")
 
 
+def entries(text: bytes, path: Any, **right: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return what a file of JSON says.
+
+    Args:
+      text: The file.
+      path: Where it is, for the error.
+      **right: For entries, whether what they say is right; None stands for one that is not there.
+
+    Raises:
+      OSError: It says something else, or nothing.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        raise OSError(f"{path} is no JSON") from None
+    if not isinstance(found, dict):
+        raise OSError(f"{path} is of type {type(found).__name__}, and has no entries")
+    for name, test in right.items():
+        if not test(found.get(name)):
+            raise OSError(f"{path}: {name!r} is {reprlib.repr(found[name]) if name in found else 'missing'}")
+    return found
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
 _MOST = 2**26  # bytes of a chunk
 _ABOUT = "spmd"  # the attribute that says how the array lay
 
@@ -62,7 +95,7 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
     names of the dimensions, and as its attribute `spmd` the layout and the mesh of the array. A chunk is a device's
     block, or an equal part of it of at most 64 MiB, so no two processes write one chunk. Each chunk has a checksum.
 
-    What is not complete has another name: the array is written beside its place, as `density.zarr.part`, and renamed
+    What is not complete has another name: the array is written beside its place, as `density.zarr.*.part`, and renamed
     when all processes have written all chunks. In a bucket, which knows no renaming, the file that says the shape comes
     last, and without it there is no array. TensorStore writes it (`pip install "spmd[cluster]"`). All processes call
     this function, and it returns when the array is there.
@@ -71,10 +104,10 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
 
     Args:
       path: A folder that does not exist, on a disk that all processes reach; or `gs://bucket/density.zarr`, or
-        `s3://bucket/density.zarr`.
+        `s3://bucket/density.zarr`. A link is followed.
       x: The array, of numbers or booleans.
       names: The names of its dimensions, `"x y z"`. Where they lie is read off the array.
-      overwrite: Whether to replace what is there.
+      overwrite: Whether to replace an array that `write_zarr` has written. Nothing else is ever replaced.
 
     Raises:
       LayoutError: If the names are not those of its dimensions.
@@ -97,7 +130,7 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
     call = f'write_zarr("{path}", x, "{names}")'
     layout = _written_as(x, names, call)
     place, chunk = _Place(path, call), _chunk(x.sharding.shard_shape(x.shape), x.dtype.itemsize)
-    metadata = _metadata(x, layout, chunk)
+    metadata, rule = _metadata(x, layout, chunk), "the array could not be written."
 
     def write() -> None:
         store = _opened(place.part, metadata=metadata, open=True, assume_metadata=True)
@@ -107,10 +140,16 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
 
     def end() -> None:
         if jax.process_index() == 0:
-            place.end(metadata, math.prod(n // c for n, c in zip(x.shape, chunk, strict=True)) if x.size else 0)
+            chunks = math.prod(n // c for n, c in zip(x.shape, chunk, strict=True)) if x.size else 0
+            place.end(overwrite, metadata, chunks)
 
-    for step in (lambda: place.begin(overwrite), write, end):
-        _in_all(step, "the array could not be written.", call)
+    _in_all(lambda: place.begin(overwrite), rule, call)
+    try:
+        for step in (write, end):
+            _in_all(step, rule, call)
+    except PlacementError:
+        place.remove("part")
+        raise
 
 
 def read_zarr(
@@ -209,54 +248,102 @@ class _Place:
 
     def __init__(self, path: str | Path, call: str) -> None:
         self.in_a_bucket = in_a_bucket(path, ("gs", "s3"), call)
-        self.whole: Any = f"{path}".rstrip("/") if self.in_a_bucket else Path(path).absolute()
-        self.part: Any = self.whole if self.in_a_bucket else self._beside("part")
+        self.whole: Any = f"{path}".rstrip("/") if self.in_a_bucket else Path(os.path.realpath(path))
+        self.part: Any = self.whole
 
     def begin(self, overwrite: bool) -> None:
-        there = self._has(_NAME) if self.in_a_bucket else self.whole.exists()
-        if there and not overwrite:
-            raise FileExistsError("there is something at this path already: overwrite=True replaces it")
-        if jax.process_index() == 0 and not self.in_a_bucket:
-            shutil.rmtree(self.part, ignore_errors=True)
-        elif jax.process_index() == 0:
-            for kept in ((_NAME, f"{_NAME}\0"), ()):
+        name = everyone(uuid.uuid4().hex)[0]  # that nobody else has
+        if not self.in_a_bucket:
+            self.part, self.old = (Path(f"{self.whole}.{name}.{ending}") for ending in ("part", "old"))
+        if jax.process_index() == 0:
+            self._check_room(overwrite)
+            self.remove("part")
+            for kept in ((_NAME, f"{_NAME}\0"), ()) if self.in_a_bucket else ():
                 _files(self.part).delete_range(_tensorstore().KvStore.KeyRange(*kept)).result()
 
-    def end(self, metadata: Mapping[str, Any], chunks: int) -> None:
+    def end(self, overwrite: bool, metadata: Mapping[str, Any], chunks: int) -> None:
         files = _files(self.part)
         if (found := len(files.list().result())) != chunks:
             raise OSError(f"process 0 finds {found} chunks of {chunks}: do all processes reach this disk?")
         drawn = _opened("memory://", metadata=metadata, create=True).kvstore
         files.write(_NAME, drawn.read(_NAME).result().value).result()
         if not self.in_a_bucket:
-            before = self._beside("old")
-            shutil.rmtree(before, ignore_errors=True)
+            self._check_room(overwrite)  # something may have come there meanwhile
             if self.whole.exists():
-                self.whole.rename(before)
+                self.whole.rename(self.old)
             self.part.rename(self.whole)
-            shutil.rmtree(before, ignore_errors=True)
+            self.remove("old")
+
+    def _check_room(self, overwrite: bool) -> None:
+        """Complain about what is there, but for an array of ours that may be replaced: nothing else is ever deleted."""
+        if self.in_a_bucket:
+            names = [key.decode() for key in _files(self.whole).list().result()]
+        elif self.whole.exists() and not self.whole.is_dir():
+            raise FileExistsError("a file is at this path, and is not replaced")
+        else:
+            names = [one.relative_to(self.whole).as_posix() for one in self.whole.rglob("*")]
+        there, ours = _NAME in names, self.in_a_bucket and _NAME not in names  # that is what a stopped write leaves
+        with contextlib.suppress(OSError):
+            ours = ours or _ABOUT in self.about()["attributes"]
+        other = [one for one in names if not (ours and re.fullmatch(rf"{re.escape(_NAME)}|c(/\d+)*", one))]
+        if other:
+            told = f"what is at this path was not written by write_zarr, and is not replaced: it has {min(other)!r}"
+            raise FileExistsError(told)
+        if there and not overwrite:
+            raise FileExistsError("there is an array at this path already: overwrite=True replaces it")
 
     def about(self) -> dict[str, Any]:
         """What an array says of itself."""
         if self._has(_NAME):
-            about = json.loads(_files(self.whole).read(_NAME).result().value)
-            if about["node_type"] != "array":
+            text, path = _files(self.whole).read(_NAME).result().value, f"{self.whole}/{_NAME}"
+            if entries(text, path, node_type=is_text)["node_type"] != "array":
                 raise OSError("it is a group of arrays: read one of them")
-            return {"attributes": {}, **about}
+            about = entries(text, path, **_ENTRIES)
+            names = about.get("dimension_names") or [None] * len(about["shape"])
+            if len(names) != len(about["shape"]):
+                raise OSError(f"{path}: {len(names)} 'dimension_names' for {len(about['shape'])} dimensions")
+            return {**about, "dimension_names": names, "attributes": about.get("attributes") or {}}
         if self._has(".zarray") or self._has(".zgroup"):
             raise OSError("it is written in version 2 of Zarr, and version 3 is read")
-        if not self.in_a_bucket and self.part.exists():
-            raise OSError("it was not written to its end: a part of its chunks is beside it, as .part")
+        if left := [one.name for one in self._left("old|part")]:
+            raise OSError(f"it was not written to its end: beside it is {', '.join(left)}")
         raise OSError("nothing is there, or it was not written to its end")
 
-    def _beside(self, ending: str) -> Path:
-        return cast(Path, self.whole.with_name(f"{self.whole.name}.{ending}"))
+    def _left(self, ending: str) -> list[Path]:
+        """What writes that were stopped have left beside it."""
+        if self.in_a_bucket or not self.whole.parent.is_dir():
+            return []
+        form = re.compile(rf"{re.escape(self.whole.name)}\.[0-9a-f]{{32}}\.({ending})")
+        return sorted(one for one in self.whole.parent.iterdir() if form.fullmatch(one.name))
+
+    def remove(self, ending: str) -> None:
+        for one in self._left(ending):
+            shutil.rmtree(one, ignore_errors=True)
 
     def _has(self, name: str) -> bool:
         return bool(_files(self.whole).read(name).result().state == "value")
 
 
+def _is_number(name: Any) -> bool:
+    """Return whether it is the name of a type of numbers."""
+    with contextlib.suppress(TypeError, ValueError):
+        return isinstance(name, str) and bool(jnp.issubdtype(jnp.dtype(name), jnp.number) or name == "bool")
+    return False
+
+
+def _says_layout(about: Any) -> bool:
+    return is_mapping(about) and is_text(about.get("layout"))
+
+
 _NAME = "zarr.json"  # what says the shape
+_ENTRIES: dict[str, Callable[[Any], Any]] = {
+    "shape": lambda shape: isinstance(shape, list) and all(is_int(n, 0) for n in shape),
+    "data_type": _is_number,
+    "dimension_names": lambda names: (
+        not names or (isinstance(names, list) and all(n is None or is_text(n) for n in names))
+    ),
+    "attributes": lambda told: is_mapping(told or {}) and _says_layout((told or {}).get(_ABOUT, {"layout": ""})),
+}
 
 
 def _chunk(block: Sequence[int], item: int) -> list[int]:
@@ -287,7 +374,7 @@ def _names(layout: Layout) -> list[str | None]:
 
 def _check_names(about: Mapping[str, Any], layout: Layout, rename: Mapping[str, str], call: str) -> None:
     """Complain about dimensions that have other names in the layout than the array says."""
-    stored: list[str | None] = about.get("dimension_names") or [None] * len(about["shape"])
+    stored: list[str | None] = about["dimension_names"]
     if unknown := [name for name in rename if name not in stored]:
         raise PlacementError(f"the array has no dimension {unknown[0]!r}.", call=call, got=[_listed(stored)])
     wanted = [None if name is None else rename.get(name, name) for name in stored]

@@ -21,7 +21,7 @@ from spmd.language._sizes import (
     mesh_text,
     with_axis,
 )
-from spmd.language._syntax import Atom, Axes, Dim
+from spmd.language._syntax import Atom, Axes, Dim, check_length
 
 __all__ = [
     "Atom",
@@ -45,6 +45,7 @@ __all__ = [
     "bind",
     "call_between",
     "check_axes",
+    "check_length",
     "factors_of",
     "indivisible",
     "mesh_text",

@@ -322,7 +322,18 @@ def replaced(rule: str, source: str, start: int, end: int, text: str | None) -> 
     return fault(rule, (start, end), None if text is None else fixed(source, start, end, text))
 
 
+_MOST = 5000  # characters of a string. Some of its checks take the square of their number.
+
+
+def check_length(source: str, call: str | None = None) -> None:
+    """Raise a LayoutError for a string that is so long that nobody has written it."""
+    if len(source) > _MOST:
+        rule = f"A string has at most {_MOST} characters, and this one has {len(source)}."
+        raise LayoutError(rule, call=call, source=source, span=(_MOST, len(source)))
+
+
 def tokenize(source: str) -> list[Token]:
+    check_length(source)
     tokens: list[Token] = []
     for match in _TOKEN.finditer(source):
         kind = match.lastgroup or "bad"

@@ -156,7 +156,7 @@ def _text(name: str, fn: Any, loss: str) -> str:
 
 
 def _loss_axes(loss: str, name: str) -> tuple[str, ...]:
-    if not isinstance(loss, str) or not re.fullmatch(r"\s*(scalar)?\s*(\{U:[^{}]*\})?\s*", loss):
+    if not isinstance(loss, str) or not re.fullmatch(r"(scalar)?\s*(\{U:[^{}]*\})?", loss.strip()):
         raise LayoutError(
             f'loss is "scalar" (complete) or a mark such as "{{U:dp}}" (a partial sum), not {loss!r}.',
             call=f"{name}(fn, ...)",

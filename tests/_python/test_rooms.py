@@ -12,6 +12,7 @@ import pytest
 
 import spmd
 from spmd._python import rooms as _rooms
+from tests.sampler import seeds
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = [name for name in spmd.__all__ if type(getattr(spmd, name)) is type(spmd)]
@@ -146,3 +147,64 @@ def test_what_is_told_of_other_names_runs(name, mesh):
         return x
 
     body(rows, rows, np.ones((1, 2, 3, 4), np.float32))
+
+
+THREADS = """
+import importlib, json, random, sys, threading
+import spmd
+
+seed, by_path = map(int, sys.argv[1:])
+if by_path:
+    import jax.numpy  # in several threads its own modules do not load
+failed, start, rooms = [], threading.Barrier(8), list(spmd._ROOMS)
+
+def work(number):
+    names, paths = sorted(spmd.__all__), rooms[:]
+    for some in (names, paths):
+        random.Random(8 * seed + number).shuffle(some)
+    start.wait()
+    for path in paths if by_path and number % 2 else ():
+        importlib.import_module(f"spmd.{path}")
+    for name in names:
+        getattr(spmd, name)
+    for path in paths:
+        for name in getattr(spmd, path).__all__:
+            getattr(getattr(spmd, path), name)
+    import numpy
+    double = spmd.kernel("b/dp -> b/dp", mesh=spmd.make_mesh(dp=1))(lambda x: 2 * x)
+    for ask in (spmd.check, spmd.explain)[:: 1 if number % 2 else -1]:
+        str(ask(double, numpy.ones(4, "float32")))
+
+def noted(number):
+    try:
+        work(number)
+    except Exception as error:
+        failed.append(f"{number}: {error!r}")
+
+threads = [threading.Thread(target=noted, args=(number,), daemon=True) for number in range(8)]
+for one in threads:
+    one.start()
+for one in threads:
+    one.join(60)
+print(json.dumps([sum(one.is_alive() for one in threads), failed]), flush=True)
+"""
+
+
+def in_threads(seed: int, by_path: bool = False) -> tuple[int, list[str]]:
+    """What a new process comes to in which eight threads use every public name: how many of them hang, what failed."""
+    command = [sys.executable, "-c", THREADS, str(seed), str(int(by_path))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=200)
+    hang, failed = json.loads(done.stdout.splitlines()[-1])
+    return hang, failed
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_every_public_name_is_used_first_in_several_threads(seed):
+    """ImportError: cannot import name 'Explanation', in five of five processes."""
+    assert in_threads(seed) == (0, [])
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_a_thread_that_imports_a_room_by_its_path_does_not_hang(seed):
+    """It holds Python's lock of that room, for which the thread waits that loads the others."""
+    assert in_threads(seed, by_path=True)[0] == 0

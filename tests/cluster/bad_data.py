@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -122,6 +123,14 @@ bad(
 def checkpoints_of_two_programs_in_one_folder(mesh):
     taken = "process 4711 on node-7"
     with opened() as saved, mock.patch.multiple(saved, path="run", _lease=mock.Mock(take=lambda: taken)):
+        saved.save(1, {"w": jnp.ones(8)})
+
+
+@bad
+def a_checkpoint_in_place_of_something_else(mesh):
+    here = {"path": Path("."), "_local": False}  # without the free bytes of this disk
+    with opened() as saved, contextlib.chdir(saved.path), mock.patch.multiple(saved, **here):
+        Path("steps/1/thesis").mkdir(parents=True)
         saved.save(1, {"w": jnp.ones(8)})
 
 

@@ -30,6 +30,21 @@ def a_field_that_is_there_already(mesh):
         write_zarr("u.zarr", jnp.ones((4, 8)), "x y")
 
 
+@bad
+def a_field_in_place_of_something_else(mesh):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("docs").mkdir()
+        Path("docs/thesis.tex").touch()
+        write_zarr("docs", jnp.ones((4, 8)), "x y", overwrite=True)
+
+
+@bad
+def a_field_in_place_of_a_file(mesh):
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("thesis.tex").touch()
+        write_zarr("thesis.tex", jnp.ones((4, 8)), "x y", overwrite=True)
+
+
 bad(
     a_field_of_numpy=lambda mesh: write_zarr("u.zarr", np.ones(8), "x"),
     a_field_of_random_keys=lambda mesh: write_zarr("keys.zarr", jax.random.split(jax.random.key(0), 8), "n"),
@@ -51,7 +66,7 @@ bad(
 @bad
 def a_field_that_was_not_written_to_its_end(mesh):
     with written(mesh):
-        Path("u.zarr").rename("u.zarr.part")
+        Path("u.zarr").rename(f"u.zarr.{'0123456789abcdef' * 2}.part")
         read_zarr("u.zarr", mesh=mesh)
 
 

@@ -535,6 +535,22 @@ def test_a_step_under_another_name_is_not_taken_for_it(saved, capsys):
     assert "step 9 is damaged" in capsys.readouterr().err
 
 
+def test_folders_of_others_among_the_steps_stay(saved, capsys):
+    """Their names are numbers. Retention deleted them, and a damaged one was saved over."""
+    others = [saved.path / "steps" / str(step) / "thesis.tex" for step in (1, 2, 7)]
+    for one in others:
+        one.parent.mkdir(parents=True)
+        one.touch()
+    make = maker()
+    assert saved.restore(make, jax.random.key(0)).step == 0
+    for step in (3, 4, 5, 6, 7, 8):
+        saved.save(step, make(jax.random.key(step)))
+    saved.wait()
+    assert f"{others[-1].parent} is there, and is no checkpoint" in capsys.readouterr().err
+    assert steps(saved) == [1, 2, 5, 6, 7, 8] and all(one.exists() for one in others)
+    assert saved.restore(make, jax.random.key(0)).step == 8
+
+
 # --- what is saved ---------------------------------------------------------------------------------------------------
 
 
@@ -647,6 +663,68 @@ def test_a_second_program_in_the_folder_is_an_error(tmp_path):
     assert time.monotonic() - since < 90
     again.kill()
     end(again, since)
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_what_another_program_saved_since_the_restore_is_seen(tmp_path, taken):
+    """A job restores while the one before it still saves. Both save step 10: ValueError, Destination already exists."""
+    make, keep = maker(), {"keep": 2}
+    with checkpoints(tmp_path / "run", **keep) as first:
+        first.save(5, make(jax.random.key(5)))
+        first.wait()
+        second = checkpoints(tmp_path / "run", **keep)
+        assert second.restore(make, jax.random.key(0)).step == 5
+        if taken:
+            second.save(6, make(jax.random.key(6)))
+            second.wait()
+        for step in (9, 10):
+            first.save(step, make(jax.random.key(step)))
+    with second:
+        second.save(10, make(jax.random.key(0)))  # it is there already, and stays
+        second.save(11, make(jax.random.key(11)))
+        same(second.restore(make, jax.random.key(0)).state, make(jax.random.key(11)))
+    assert steps(second) == [10, 11]
+    shutil.rmtree(second.path / "steps" / "11")
+    with checkpoints(tmp_path / "run") as third:
+        same(third.restore(make, jax.random.key(0)).state, make(jax.random.key(10)))
+
+
+ODD = [
+    b"null",
+    b"[1]",
+    b"[" * 10**5,
+    b'{"content": ' * 300 + b"1" + b"}" * 300,
+    {},
+    {"leaves": 3},
+    {"sums": None},
+    {"data": 3},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: str(odd)[:20])
+def test_odd_metadata_of_a_step(saved, odd, mesh, capsys):
+    make, data = maker(), batches(np.arange(40), "b/dp", batch=4, mesh=mesh)
+    two_steps(saved, make, data)
+    path = saved.path / "steps/2/about/0.json"
+    if isinstance(odd, dict):  # by a program that computes the digest too
+        about = {name: one for name, one in json.loads(path.read_text())["content"].items() if name in ("step", *odd)}
+        about |= odd
+        odd = json.dumps({"digest": _checkpoints._digest(about), "content": about}).encode()
+    path.write_bytes(odd)
+    with checkpoints(saved.path) as other:
+        assert other.restore(make, jax.random.key(0), data=data).step == 1
+    assert "step 2 is damaged" in capsys.readouterr().err
+
+
+def test_an_odd_place_in_the_data_is_said_with_the_path(saved, mesh):
+    make, data = maker(), batches(np.arange(40), "b/dp", batch=4, mesh=mesh)
+    two_steps(saved, make, data)
+    path = saved.path / "steps/2/about/0.json"
+    about = json.loads(path.read_text())["content"]
+    about["data"]["next"] = -5
+    path.write_text(json.dumps({"digest": _checkpoints._digest(about), "content": about}))
+    with checkpoints(saved.path) as other, pytest.raises(SpmdError, match=f"(?s)number of a batch.*{path.parents[1]}"):
+        other.restore(make, jax.random.key(0), data=data)
 
 
 # --- in a bucket -----------------------------------------------------------------------------------------------------

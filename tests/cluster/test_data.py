@@ -189,6 +189,23 @@ def test_a_state_of_other_batches_is_refused(mesh):
         data.state = {"next": 1}
 
 
+ODD = [None, [], [1], "next", 3, {}, *({"next": one} for one in (-5, 2**80, None, "3", [3], 1.5, float("nan"), {}))]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_an_odd_state_is_refused(mesh, odd):
+    """A number below zero or beyond NumPy's ended in its OverflowError, later, in a thread."""
+    data = batches(SOURCE, "b/dp s", batch=8, mesh=mesh)
+    wrong = [odd] if not isinstance(odd, dict) or not odd else [{**data.state, **odd}]
+    wrong += [{**data.state, "seed": odd["next"]}] if isinstance(odd, dict) and odd else []
+    for one in wrong:
+        with pytest.raises(SpmdError, match="next|dict|other batches"):
+            data.state = one
+    data.state = {name: np.asarray(value) for name, value in data.state.items()}  # as it comes from other libraries
+    assert data.state["next"] == 0
+    np.testing.assert_array_equal(next(data), data[0])
+
+
 # --- what is wrong ---------------------------------------------------------------------------------------------------
 
 

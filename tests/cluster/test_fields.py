@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import jax
@@ -201,6 +202,180 @@ def test_arrays_of_others(tmp_path):
         assert read_zarr(tmp_path / "u", "x/a y/b", mesh=mesh).dtype == jnp.float64
 
 
+# --- what others have at the path, and beside it ---------------------------------------------------------------------
+
+
+def everything(folder: Path) -> dict[str, bytes | str]:
+    """All that is in a folder: files with their bytes, links with where they lead, and folders."""
+    kinds = {one: one.readlink() if one.is_symlink() else one.is_dir() or one.read_bytes() for one in folder.rglob("*")}
+    return {str(one.relative_to(folder)): kind for one, kind in kinds.items()}
+
+
+def lay(folder: Path, text: str) -> None:
+    """Make files from `name: content`, folders from `name/` and links from `name -> target`."""
+    for one in text.split(", "):
+        name, _, content = one.partition(": ")
+        link, _, target = one.partition(" -> ")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if target:
+            (folder / link).symlink_to(target)
+        elif name.endswith("/"):
+            (folder / name).mkdir(parents=True)
+        else:
+            (folder / name).write_text(content)
+
+
+OTHERS = {
+    "a file": "u: thesis",
+    "a folder": "u/thesis/one.tex: x",
+    "a folder with empty ones": "u/runs/1/",
+    "a link to a folder": "home/thesis.tex: x, u -> home",
+    "a link to a file": "thesis.tex: x, u -> thesis.tex",
+    "chunks without what says the shape": "u/c/0/0: x",
+    "a group of arrays": 'u/zarr.json: {"node_type":"group","attributes":{"spmd":{}}}, u/a/zarr.json: {}',
+    "an array of others": 'u/zarr.json: {"node_type":"array","shape":[1],"data_type":"int8"}, u/c/0: x',
+    "what is no metadata": "u/zarr.json: null, u/c/0: x",
+    "a Zarr of version 2": "u/.zarray: {}, u/0.0: x",
+}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("there", OTHERS.values(), ids=OTHERS)
+def test_what_is_no_array_of_ours_is_never_replaced(tmp_path, there, overwrite):
+    """overwrite=True replaced a folder with somebody's thesis, and a file."""
+    lay(tmp_path, there)
+    before = everything(tmp_path)
+    with pytest.raises(PlacementError, match="is not replaced"):
+        write_zarr(tmp_path / "u", placed(), "x y", overwrite=overwrite)
+    assert everything(tmp_path) == before
+
+
+def test_what_others_put_into_an_array_stays(tmp_path):
+    write_zarr(tmp_path / "u", placed(), "x y")
+    lay(tmp_path, "u/notes/first.txt: x")
+    before = everything(tmp_path)
+    with pytest.raises(PlacementError, match="it has 'notes'"):
+        write_zarr(tmp_path / "u", placed(), "x y", overwrite=True)
+    assert everything(tmp_path) == before
+
+
+BESIDE = "u.part/a: x, u.old/a: x, u.part.old: x, .u/a: x, u.0123.part/a: x, u.backup.old/a: x, v.part/: "
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_lies_beside_an_array_stays(tmp_path, monkeypatch, fails):
+    """PATH.old and PATH.part went without a word."""
+    lay(tmp_path, BESIDE)
+    before = everything(tmp_path)
+    if fails:
+
+        def full(*_):
+            raise OSError("no space")
+
+        with monkeypatch.context() as here:
+            here.setattr(_fields._Place, "end", full)
+            with pytest.raises(PlacementError, match="no space"):
+                write_zarr(tmp_path / "u", placed(), "x y")
+        assert everything(tmp_path) == before
+    for _ in range(3):
+        write_zarr(tmp_path / "u", placed(), "x y", overwrite=True)
+    shutil.rmtree(tmp_path / "u")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_comes_to_the_path_meanwhile_stays(tmp_path, monkeypatch, overwrite):
+    end = _fields._Place.end
+
+    def late(*args):
+        lay(tmp_path, "u/thesis.tex: x")
+        end(*args)
+
+    monkeypatch.setattr(_fields._Place, "end", late)
+    with pytest.raises(PlacementError, match="it has 'thesis.tex'"):
+        write_zarr(tmp_path / "u", placed(), "x y", overwrite=overwrite)
+    assert everything(tmp_path) == {"u": True, "u/thesis.tex": b"x"}
+
+
+@pytest.mark.parametrize("links", ["u -> v", "u -> w, w -> far/v, far/: ", "far/: , u -> near/v, near -> far", "u/: "])
+def test_links_and_empty_folders(tmp_path, links):
+    """A second overwrite through a link failed: it had replaced the link."""
+    lay(tmp_path, links)
+    kept = {name: kind for name, kind in everything(tmp_path).items() if kind is not True}
+    for times in (1, 2, 3):
+        write_zarr(tmp_path / "u", placed(x=times * X), "x y", overwrite=times > 1)
+        np.testing.assert_array_equal(read_zarr(tmp_path / "u", mesh=spmd.make_mesh(**MESH)), times * X)
+        found = everything(tmp_path)
+        assert {name: found[name] for name in kept} == kept
+        assert not [name for name in found if name.endswith(("part", "old"))]
+
+
+def test_a_write_that_is_killed_while_it_replaces_keeps_what_was_there(tmp_path, monkeypatch):
+    """Between the two renamings: the message names it, and it goes when the next array is whole."""
+    write_zarr(tmp_path / "u", placed(), "x y")
+    rename = Path.rename
+
+    def killed(self, target):
+        if self.name.endswith(".part"):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    with monkeypatch.context() as here:
+        here.setattr(Path, "rename", killed)
+        with pytest.raises(KeyboardInterrupt):
+            write_zarr(tmp_path / "u", placed(x=-X), "x y", overwrite=True)
+    mesh = spmd.make_mesh(**MESH)
+    with pytest.raises(PlacementError, match=r"beside it is u\.\w+\.old, u\.\w+\.part"):
+        read_zarr(tmp_path / "u", mesh=mesh)
+    [old] = tmp_path.glob("u.*.old")
+    np.testing.assert_array_equal(read_zarr(old, mesh=mesh), X)
+    write_zarr(tmp_path / "u", placed(x=2 * X), "x y")
+    np.testing.assert_array_equal(read_zarr(tmp_path / "u", mesh=mesh), 2 * X)
+    assert [one.name for one in tmp_path.iterdir()] == ["u"]
+
+
+WELL = {"node_type": "array", "shape": [2], "data_type": "int8"}
+ODD = [
+    b"",
+    b"{",
+    b"null",
+    b"[]",
+    b"3",
+    b'"x"',
+    b"{}",
+    b"\xff\xfe\0",
+    b"[" * 10**5,
+    b'{"a":' * 10**5 + b"1" + b"}" * 10**5,
+]
+ODD += [
+    json.dumps({**WELL, name: value}).encode()
+    for name, values in {
+        "node_type": [None, 3, [], "node"],
+        "shape": [None, 3, {}, [-1], [1.5], ["2"], [True], [None], [[2]]],
+        "data_type": [None, 3, "r16", "object", "string", {"name": "numpy.datetime64"}, "x" * 10**6],
+        "dimension_names": [3, "x", {"x": 1}, [3], [[]], ["x", "y"], []],
+        "attributes": [[1], "x", 3, {"spmd": None}, {"spmd": []}, {"spmd": {}}, {"spmd": {"layout": 3}}],
+    }.items()
+    for value in values
+    if value != [] or name == "node_type"
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:70].decode("latin"))
+def test_odd_metadata_are_an_error_with_the_path(tmp_path, odd):
+    (tmp_path / "u").mkdir()
+    path = tmp_path / "u" / "zarr.json"
+    path.write_bytes(odd)
+    for layout in (None, "_"):
+        with pytest.raises(PlacementError) as caught:
+            read_zarr(tmp_path / "u", layout, mesh=spmd.make_mesh(**MESH))
+        assert str(path) in str(caught.value) or "group" in str(caught.value)
+        assert len(str(caught.value)) < 800
+    with pytest.raises(PlacementError, match="is not replaced"):
+        write_zarr(tmp_path / "u", placed(), "x y", overwrite=True)
+    assert path.read_bytes() == odd
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
 
 
@@ -259,6 +434,23 @@ def test_an_array_in_a_bucket(bucket, tmp_path, monkeypatch):
     del bucket["runs/u.zarr/c/1/0"]
     with pytest.raises(PlacementError, match="missing"):
         read_zarr(url, mesh=mesh)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_others_have_in_a_bucket_stays(bucket, overwrite):
+    """All below the path was deleted, also with overwrite=False."""
+    others = ["thesis.tex", "c/0/thesis.tex", "c/0/0/", "zarr.json.old", "a/zarr.json"]
+    write_zarr("gs://bucket/whole", placed(), "x y")
+    for number, other in enumerate(others):
+        bucket[f"u{number}/{other}"] = bucket[f"u{number}.part/x"] = bucket[f"u{number}"] = b"x"
+        bucket |= {f"v{number}/{name.partition('/')[2]}": b for name, b in bucket.items() if name.startswith("whole/")}
+        bucket[f"v{number}/{other}"] = b"x"
+    before = dict(bucket)
+    for number, other in enumerate(others):
+        for path in (f"u{number}", f"v{number}"):
+            with pytest.raises(PlacementError, match=f"is not replaced: it has '{other}'"):
+                write_zarr(f"gs://bucket/{path}", placed(), "x y", overwrite=overwrite)
+    assert bucket == before
 
 
 def test_a_write_to_a_bucket_that_is_torn_is_no_array(bucket, monkeypatch):

@@ -3,11 +3,15 @@
 import json
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 from etils import epath
 
+import spmd
 from spmd.cluster import _checkpoints
 from spmd.cluster._checkpoints import Lease
+from spmd.errors import SpmdError
 
 
 @pytest.fixture(autouse=True)
@@ -110,3 +114,53 @@ def test_a_file_that_says_nothing(tmp_path):
     assert lease.holder()["host"] == "another host"
     assert lease.take() == ""
     lease.release()
+
+
+ODD = [
+    b"null",
+    b"{}",
+    b"[1]",
+    b"3",
+    b"\xff\xfe",
+    b"[" * 10**5,
+    b'{"holder": "x"}',
+    b'{"holder": 3, "host": 1}',
+    b"thesis",
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: odd[:20].decode("latin"))
+def test_a_file_of_somebody_else_is_an_error_with_its_path_and_stays(tmp_path, odd):
+    """It ended in a TypeError or KeyError, or was overwritten after half a minute."""
+    file = tmp_path / "lease.json"
+    file.write_bytes(odd)
+    with pytest.raises(OSError, match=str(file)):
+        Lease(epath.Path(tmp_path)).take()
+    make = spmd.init(lambda key: {"w": jnp.ones(8)}, {"w": "d/dp"}, mesh=spmd.make_mesh(dp=8))
+    saved = spmd.cluster.checkpoints(tmp_path)
+    state, _ = saved.restore(make, jax.random.key(0))
+    for call in (lambda: saved.save(1, state), saved.close):
+        with pytest.raises(SpmdError, match=f"(?s)could not be saved.*{file}"):
+            call()
+    assert file.read_bytes() == odd
+
+
+def test_a_lease_becomes_odd_while_it_is_held(tmp_path):
+    lease = Lease(epath.Path(tmp_path))
+    assert lease.take() == ""
+    (tmp_path / "lease.json").write_text("null")
+    lease.release()
+    assert (tmp_path / "lease.json").read_text() == "null"
+
+
+@pytest.mark.parametrize("process", ["", "x", "-1", "1" * 30, "9" * 5000])
+def test_a_process_with_an_odd_number_may_live(tmp_path, process):
+    written(tmp_path, system=_checkpoints._system(), process=process)
+    assert Lease(epath.Path(tmp_path)).holder() is not None
+
+
+@pytest.mark.parametrize("torn", [b"", b"{", b'{"holder": "', b'{"holder": "x", "ho', bytes(100)])
+def test_a_lease_that_was_not_written_to_its_end(tmp_path, torn):
+    """On a disk that is full, or before the power went."""
+    (tmp_path / "lease.json").write_bytes(torn)
+    assert Lease(epath.Path(tmp_path)).holder()["host"] == "another host"
