@@ -329,10 +329,7 @@ class _Program:
             elif read or not other or not (read := self._read(ours, base, other, form, run)):
                 if self.shifts:
                     raise NoSuchDevice(FOR_ONE_NUMBER)
-                if _leaves(run, base) and not _leaves(run, ours) and self._always_leaves(ours, base, other, run):
-                    raise NotSimulated(
-                        f"an index leaves its array on {mesh_text(other)}, and none does on the mesh; {COUNTS}"
-                    )
+                self._check_leaves(ours, base, other, run)
                 return trial
         if meant or read:  # a number that is read so may be another one, and the program wrong
             said = " and ".join(map(str, read))
@@ -462,6 +459,11 @@ class _Program:
             why = f"all numbers of {lacking[0]} are NaN, or rounding, for the arguments that were drawn: give others"
             return Trial(self.sizes, why=why)
         return replace(trial, gradients=False, underived=f"all of {labelled(silent[0])} are NaN") if silent else trial
+
+    def _check_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Runner) -> None:
+        """Refuse a program in which an index leaves its array on one device alone: there JAX takes another element."""
+        if _leaves(run, base) and not _leaves(run, ours) and self._always_leaves(ours, base, other, run):
+            raise NotSimulated(f"an index leaves its array on {mesh_text(other)}, and none does on the mesh; {COUNTS}")
 
     def _always_leaves(self, ours: Any, base: Any, other: Mapping[str, int], run: _Runner) -> bool:
         """Return whether an index leaves its array on one device, whatever numbers are read as."""
