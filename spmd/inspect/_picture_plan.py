@@ -68,7 +68,8 @@ class PlanDrawing:
     @cached_property
     def states(self) -> list[Holdings]:
         """Return what each device holds before the first step and after each."""
-        mesh = AbstractMesh(tuple(self.plan.steps_mesh.values()), tuple(self.plan.steps_mesh))
+        axes = self.plan.steps_mesh
+        mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
         steps = self.plan.steps
         layouts = [steps[0].before if steps else self.plan.source, *(step.after for step in steps)]
         return [of_layout(layout, self.plan.sizes, mesh, call=f'plan("{self.title}")') for layout in layouts]
