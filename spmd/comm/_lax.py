@@ -220,8 +220,11 @@ _TRANSPOSES = {"reduced": "terms", "terms": "reduced", "hidden": "shown", "shown
 
 
 def _retype_transpose(cotangent: Any, *, axes: Axes, to: str) -> Any:
-    if to != "invarying":
-        return retype(cotangent, axes, _TRANSPOSES[to])
+    return of_copies(cotangent, axes) if to == "invarying" else retype(cotangent, axes, _TRANSPOSES[to])
+
+
+def of_copies(cotangent: Any, axes: Axes) -> Any:
+    """The cotangents of equal copies along `axes`, terms of a sum, of which the first is the whole."""
     cotangent = _compat.pvary(cotangent, axes)
     many = [a for a in axes if lax.axis_size(a) > 1]
     return jnp.where(is_first(many), cotangent, jnp.zeros((), cotangent.dtype)) if many else cotangent

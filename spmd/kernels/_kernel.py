@@ -21,7 +21,7 @@ from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inline
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, check_left, read
-from spmd.kernels._translate import shorten
+from spmd.kernels._translate import hint_at, shorten
 from spmd.language import AxisMapping, Layout, Pattern, mesh_text
 from spmd.mesh import check_mesh, mesh_for
 from spmd.modes import ambient_mapping, ambient_mode, outermost, try_frame
@@ -164,6 +164,7 @@ class Kernel(ByName, Generic[P, R]):
         try:
             return self._outside(mode, args, kwargs, around)
         except Exception as error:
+            hint_at(error)
             shorten(error)
             raise
 

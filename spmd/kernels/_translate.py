@@ -197,6 +197,17 @@ def carried_axes(error: Exception) -> frozenset[str]:
     return frozenset() if fact is None else frozenset().union(*(one.varying for one in fact.carries))
 
 
+def hint_at(error: Exception) -> None:
+    """Say what to write where JAX refuses a rule that does not know of a copy which the kernel made invarying."""
+    fact = jax_errors.told(error)
+    if fact is not None and fact.kind == "rule":
+        error.add_note(
+            "A gathered copy that leaves the kernel is typed invarying. spmd.custom_vjp knows that.\n"
+            'With jax.custom_vjp say to="invarying" at the gathers of the function and of its forward rule: the\n'
+            "backward rule is then given the whole cotangent, and not a part of it."
+        )
+
+
 def _layers(error: SpmdError) -> tuple[str, ...]:
     """The layers that an error comes from, innermost first."""
     found = layers_of(here.f_code for here, _ in traceback.walk_tb(error.__traceback__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import re
@@ -16,6 +15,7 @@ import numpy as np
 
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, GradientName, one_line
+from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, axes_of, walk
 from spmd._python.named import ByName
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
@@ -200,12 +200,41 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
 
 @dataclass(frozen=True)
 class _Types:
-    """The axes along which JAX typed each primal argument varying, for the backward rule."""
+    """The axes along which JAX typed each primal argument varying, and those along which the kernel chose that each
+    result is invarying, for the backward rule."""
 
     axes: tuple[frozenset[str], ...]
+    chosen: tuple[tuple[str, ...], ...]
 
 
 jax.tree_util.register_static(_Types)
+
+
+@dataclass(eq=False)
+class _Called:
+    """One call of a `custom_vjp`: its frame, and along which axes the kernel chose that each result is invarying."""
+
+    frame: Frame | None
+    chosen: tuple[tuple[str, ...], ...] = ()
+
+    def run(self, fn: Callable[..., Any], *args: Any, plain: bool = True) -> Any:
+        """Run `fn` in the frame. A rule knows copies that vary: what the kernel chooses is changed around it."""
+        frame = self.frame
+        if frame is None:
+            return fn(*args)
+        with (frame.replace(diagnosing=False, invarying=frozenset()) if plain else frame).enter():
+            return fn(*args)
+
+    def choose(self, fn: Callable[..., Any], args: Sequence[Any], out: Any) -> None:
+        """Find out which results have the type that they have because the kernel chose it."""
+        if self.frame is not None and self.frame.invarying:
+            before, after = map(_varying, (jax.eval_shape(lambda *args: self.run(fn, *args), *args), out))
+            order = self.frame.in_mesh_order
+            self.chosen = tuple(order(one - other) for one, other in zip(before, after, strict=True))
+
+
+def _varying(tree: Any) -> tuple[frozenset[str], ...]:
+    return tuple(_compat.varying_axes(x) | _compat.unreduced_axes(x) for x in jax.tree.leaves(tree))
 
 
 class custom_vjp(ByName):
@@ -243,8 +272,10 @@ class custom_vjp(ByName):
 
         # The rules run when the kernel is differentiated, which may be long after its body was traced. So the frame of
         # the call travels with it as a static argument.
-        def framed(frame: Frame | None, *args: Any) -> Any:
-            return fn(*args)
+        def framed(called: _Called, *args: Any) -> Any:
+            out = called.run(fn, *args, plain=False)
+            called.choose(fn, args, out)
+            return out
 
         self._inner = jax.custom_vjp(framed, nondiff_argnums=(0, *(i + 1 for i in self.nondiff)))
         functools.update_wrapper(self, fn)
@@ -254,21 +285,28 @@ class custom_vjp(ByName):
         nondiff = self.nondiff
         scope = CallName(_text("custom_vjp", self, ""), "custom_vjp")
 
-        def forward(frame: Frame | None, *args: Any) -> Any:
-            with contextlib.nullcontext() if frame is None else frame.enter():
-                out, kept = fwd(*args)
+        def forward(called: _Called, *args: Any) -> Any:
+            out, kept = called.run(fwd, *args)
+            chosen = called.chosen or ((),) * len(jax.tree.leaves(out))
+            out = _each(_lax.to_invarying, out, chosen)
             primals = [a for i, a in enumerate(args) if i not in nondiff]
-            axes = tuple(_compat.varying_axes(x) | _compat.unreduced_axes(x) for x in jax.tree.leaves(primals))
-            return out, (kept, _Types(axes))
+            return out, (kept, _Types(_varying(primals), chosen))
 
-        def backward(frame: Frame | None, *args: Any) -> Any:
+        def backward(called: _Called, *args: Any) -> Any:
             *fixed, (kept, types), cotangent = args
-            with contextlib.nullcontext() if frame is None else frame.enter():
-                out = bwd(*fixed, kept, cotangent)
+            frame = called.frame
+
+            def rule() -> Any:
+                of_copy = _each(_lax.of_copies, cotangent, types.chosen)
+                if any(types.chosen):
+                    _check_rule(lambda g: bwd(*fixed, kept, g), of_copy, types, f"{scope}")
+                out = bwd(*fixed, kept, of_copy)
                 if frame is None or not frame.explicit:
                     return out
                 with jax.named_scope(scope):
                     return _summed(out, types.axes, frame)
+
+            return called.run(rule)
 
         self._inner.defvjp(forward, backward)
 
@@ -277,7 +315,48 @@ class custom_vjp(ByName):
             bound = self._python.bind(*args, **kwargs)
             bound.apply_defaults()
             args = bound.args
-        return self._inner(try_frame(), *args)
+        return self._inner(_Called(try_frame()), *args)
+
+
+class _Parts(Domain):
+    """Which values hold parts of a cotangent that nothing has added up along some axes."""
+
+    def __init__(self, axes: frozenset[str]) -> None:
+        super().__init__()
+        self.axes = axes
+
+    def constant(self, var: Any, value: Any) -> bool:
+        return False
+
+    def join(self, one: bool, other: bool) -> bool:
+        return one or other
+
+    def step(self, eqn: Equation, operands: Sequence[bool]) -> list[bool]:
+        sends = eqn.primitive.name in COMMUNICATES and not self.axes.isdisjoint(axes_of(eqn))
+        return [any(operands) and not sends] * len(eqn.outvars)
+
+
+def _check_rule(rule: Callable[[Any], Any], cotangent: Any, types: _Types, call: str) -> None:
+    """Refuse a rule that would take the part of a cotangent for the whole: the function's result is a copy, which the
+    kernel made invarying, and for the rule it is a copy that varies, of which each device has a part of the
+    cotangent."""
+    axes, is_none = frozenset().union(*types.chosen), lambda x: x is None  # of an integer
+    traced = jax.make_jaxpr(lambda g: jax.tree.map(lambda x: 0.0 if x is None else x, rule(g), is_leaf=is_none))
+    parts = walk(traced(cotangent), [bool(chosen) for chosen in types.chosen], _Parts(axes))
+    if any(part and own & axes for part, own in zip(parts, types.axes, strict=False)):
+        along = ", ".join(sorted(axes))
+        rule_text = f"the result is a gathered copy that leaves the kernel, and the rule adds up nothing along {along}."
+        advice = (
+            'all_gather(..., to="invarying") in the function and in its forward rule, if the cotangent is the whole '
+            f"one on each device;\nor psum_scatter or psum over {along} in the backward rule, if it is a part"
+        )
+        raise ReplicationError(rule_text, call=call, advice=advice)
+
+
+def _each(change: Callable[[Any, tuple[str, ...]], Any], tree: Any, axes: Sequence[tuple[str, ...]]) -> Any:
+    """A tree whose leaves are changed along axes of their own."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [change(x, a) if a else x for x, a in zip(leaves, axes, strict=True)])
 
 
 def _summed(cotangents: Any, types: tuple[frozenset[str], ...], frame: Frame) -> Any:

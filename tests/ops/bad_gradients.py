@@ -1,5 +1,6 @@
 """Losses whose gradient cannot be taken inside, and aux that is not declared."""
 
+import jax
 import numpy as np
 
 import spmd
@@ -58,4 +59,21 @@ bad(
         "d -> d", lambda w: spmd.grad(lambda w: (w**2).sum(), loss="dp")(w), mesh, V
     ),
     loss_that_is_no_scalar=lambda mesh: body("d -> d", lambda w: spmd.grad(lambda w: w**2)(w), mesh, V),
+)
+
+
+def rule_of_a_copy(to, mesh):
+    """The gradient of a sum of squares that a rule of its own gives, of a copy that is whole on each device."""
+    gathered = lambda x: spmd.all_gather(x, "d/tp -> d", to=to)
+    squares = spmd.custom_vjp(lambda x: (gathered(x) ** 2).sum())
+    squares.defvjp(lambda x: ((gathered(x) ** 2).sum(), x), lambda x, g: (2 * g * x,))
+    kernel = spmd.kernel("d/tp -> scalar", mesh=mesh)(squares)
+    np.testing.assert_allclose(jax.grad(kernel)(V), 2 * V)
+
+
+bad(
+    rule_that_takes_a_part_for_the_whole=(
+        lambda mesh: rule_of_a_copy(None, mesh),
+        lambda mesh: rule_of_a_copy("invarying", mesh),
+    )
 )

@@ -280,3 +280,87 @@ def test_a_complete_loss_may_be_called_scalar():
     kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))
     step = kernel(lambda x: spmd.grad(lambda x: reduce(x**2, "b/dp d -> scalar"), loss="scalar")(x))
     np.testing.assert_allclose(step(jnp.ones((4, 3))), 2 * np.ones((4, 3)))
+
+
+# -------------------- rules around a gather whose copy leaves the kernel
+
+
+def gathered(x):
+    return all_gather(x, "d/tp -> d")
+
+
+def made(function, forward, backward):
+    found = spmd.custom_vjp(function)
+    found.defvjp(forward, backward)
+    return found
+
+
+scattered = lambda _, g: (psum_scatter(g, "d {U:tp} -> d/tp"),)
+BY_RULE = made(gathered, lambda x: (gathered(x), None), scattered)
+
+
+def several(w, x, n):
+    y = gathered(x * w)
+    return y, (y * n).sum(), x
+
+
+def several_back(kept, cotangents):
+    w, x, n = kept
+    of_copy, of_sum, of_block = cotangents
+    [block] = scattered(None, of_copy + of_sum * n)
+    return (block * x).sum(), block * w + of_block, None
+
+
+BY_RULES = made(several, lambda *args: (several(*args), args), several_back)
+# The body is given both, or what they mean on whole arrays.
+MEANT = lambda x: x, lambda w, x, n: (x * w, (x * w * n).sum(), x)
+RULES = {
+    "the copy": ("d/tp -> d", lambda w, x, one, _: one(w * x)),
+    "an equal scalar": ("d/tp -> scalar", lambda w, x, one, _: (one(w * x) ** 2).sum()),
+    "twice": ("d/tp -> d", lambda w, x, one, _: one(jnp.sin(w * x)) * one(x)),
+    "for divided data too": ("d/tp -> d, d/tp", lambda w, x, one, _: (lambda y: (y, w * x * y.sum()))(one(x))),
+    "for divided data alone": ("d/tp -> d/tp", lambda w, x, one, _: w * x * one(x).sum()),
+    "in jit": ("d/tp -> d", lambda w, x, one, _: jax.jit(one)(jnp.sin(w * x))),
+    "in remat": ("d/tp -> d", lambda w, x, one, _: jax.checkpoint(one)(jnp.sin(w * x))),
+    "in a loop": (
+        "d/tp -> d",
+        lambda w, x, one, _: jax.lax.scan(lambda c, _: (c * 0.5, one(c)), jnp.sin(w * x), length=2)[1].sum(0),
+    ),
+    "several results": ("d/tp -> d, scalar, d/tp", lambda w, x, _, more: more(w, x, 3)),
+}
+
+
+def cosines(out):
+    return sum((i + 1) * jnp.cos(one).sum() for i, one in enumerate(jax.tree.leaves(out)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", RULES)
+def test_a_rule_of_a_copy_that_leaves(name, mode, mesh):
+    """The function is typed by what the kernel chose, and the rule by a copy that varies: both are served."""
+    pattern, body = RULES[name]
+    kernel = spmd.kernel(f"scalar, {pattern}", mesh=mesh)(lambda w, x: body(w, x, BY_RULE, BY_RULES))
+    w, x = np.float32(0.7), np.sin(np.arange(8, dtype=np.float32))
+    want = jax.grad(lambda *args: cosines(body(*args, *MEANT)), argnums=(0, 1))(w, x)
+    with spmd.mode(mode):
+        found = jax.grad(lambda *args: cosines(kernel(*args)), argnums=(0, 1))(w, x)
+    for one, other in zip(found, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_a_rule_that_gathers_to_invarying_is_given_the_whole_cotangent(mesh):
+    whole = lambda x: all_gather(x, "d/tp -> d", to="invarying")
+    own = made(whole, lambda x: (whole(x), None), lambda _, g: (spmd.split(g, "d -> d/tp"),))
+    kernel = spmd.kernel("d/tp -> d", mesh=mesh)(own)
+    x = np.arange(8, dtype=np.float32)
+    np.testing.assert_allclose(jax.grad(lambda x: jnp.cos(kernel(x)).sum())(x), -np.sin(x), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("around", [lambda fn: fn, jax.jit])
+def test_jaxs_own_rule_is_told_what_to_write(around, mesh):
+    own = jax.custom_vjp(gathered)
+    own.defvjp(lambda x: (gathered(x), None), scattered)
+    kernel = spmd.kernel("d/tp -> d", mesh=mesh)(own)
+    with pytest.raises(TypeError) as raised:
+        around(jax.grad(lambda x: kernel(x).sum()))(np.arange(8, dtype=np.float32))
+    assert any("spmd.custom_vjp knows that" in note for note in raised.value.__notes__)
