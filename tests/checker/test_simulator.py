@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from spmd._compat import varying_type
-from spmd._jaxprs.walker import equations, walk
+from spmd._jaxprs.walker import Role, equations, held, walk
 from spmd.checker import _simulator
 from spmd.checker._primitives import NotSimulated, numbers_of
 from spmd.checker._simulator import Parted, held_number, simulate
@@ -300,7 +300,9 @@ class Typed(_simulator.Simulator):
 
     def equation(self, eqn: Any, operands: Any) -> Any:
         outs = super().equation(eqn, operands)
-        for var, x in zip(eqn.outvars, outs, strict=True) if self.sizes and "jaxpr" not in eqn.params else ():
+        scalars = any(part.role == Role.SCALARS for one in self.callers for part in held(one))  # which have no such types
+        typed = self.sizes and "jaxpr" not in eqn.params and not scalars
+        for var, x in zip(eqn.outvars, outs, strict=True) if typed else ():
             numbers = numbers_of(x)
             differs = x.shape[0] > 1 and not np.allclose(numbers, numbers[:1], equal_nan=True)
             if differs and "d" not in varying_type(var.aval):
