@@ -240,7 +240,8 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
       x: The array.
       pattern: `"layout -> layout"`. A sum or mean takes `{U:axis}` on both sides.
       op: "sum", "mean" (divides by the global count), "max", "min" (ties share the gradient equally, as in `jnp.max`),
-        "prod", "any", "all" or "logsumexp".
+        "prod", "any", "all" or "logsumexp". If an element is NaN, so is the result. Only max and min over a divided
+        dimension are then inf and -inf, because collectives drop NaN; in auto mode the compiler drops it.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
     Returns:
@@ -363,8 +364,11 @@ def _extreme(name: str, x: Any, job: _Job) -> Any:
 
 
 def _primal_extreme(x: Any, name: str, dims: Dims, axes: Axes) -> Any:
-    local, collective = (jnp.max, _lax.pmax) if name == "max" else (jnp.min, _lax.pmin)
-    return collective(jax.lax.stop_gradient(local(x, axis=dims)), axes)
+    local, collective, most = (jnp.max, _lax.pmax, jnp.inf) if name == "max" else (jnp.min, _lax.pmin, -jnp.inf)
+    part = jax.lax.stop_gradient(local(x, axis=dims))
+    if jnp.issubdtype(x.dtype, jnp.inexact):  # a compiled maximum of devices may drop NaN, and no infinity
+        part = jnp.where(jnp.isnan(part), jnp.asarray(most, x.dtype), part)
+    return collective(part, axes)
 
 
 _global_extreme = jax.custom_jvp(_primal_extreme, nondiff_argnums=(1, 2, 3))
