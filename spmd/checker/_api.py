@@ -82,6 +82,7 @@ def checked(
         walk.sizes,
         gradients=not backward,
         alone=about_gradients(walk.findings),
+        modes=True,
         reference=reference and partial(run, plain=reference),
     )
     raw = reference is None and any(eqn.primitive.name == "shard_map" and not is_ours(eqn) for eqn in equations(jaxpr))

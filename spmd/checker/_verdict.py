@@ -14,7 +14,7 @@ from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import Finding, found
 from spmd.checker._located import Located
-from spmd.checker._numbers import LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
+from spmd.checker._numbers import BLOCKS, LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
 from spmd.checker._primitives import draws
 from spmd.checker._simulator import Fault as Broken
 from spmd.checker._state import FREE, HIDDEN, STEP, State, axes_of_dim
@@ -95,6 +95,10 @@ def judge(
         trial = replace(trial, why=f"{_compared(trial)}: reference= tells what is meant")
     if trial.why:
         return Verdict("not tested", [trial.why, *_factors_text(trial)], len(findings))
+    if trial.apart:
+        modes = f"In auto and reference mode {_first(apart_text(trial))}"
+        advice = BLOCKS.replace("\n", " ")
+        return Verdict("not tested", [_compared(trial), modes, counted_text(trial.counted), advice], len(findings))
     others = [one for one in unknown if one not in believed]
     lost = [f"Types lose a value at {_first(others)}"] if others else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
@@ -103,6 +107,18 @@ def judge(
     read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
     return Verdict("proved" if sure else "tested", [_compared(trial), *read, *lost, *doubt, *rest])
+
+
+def apart_text(trial: Trial) -> list[str]:
+    """How each result of auto and reference mode differs from that of all meshes, in words."""
+    how = lambda one: one.how(cause_of([(trial.sizes, one.factor)])) or "other numbers"
+    return [f"{labelled(one.path)} is {how(one)}" for one in trial.apart]
+
+
+def counted_text(lines: Iterable[str]) -> str:
+    """What makes modes differ where these lines ask for the size of an axis."""
+    at = f" at {_first([*lines])}" if lines else ""
+    return f"spmd.axis_size counts devices{at}, and arrays are whole there"
 
 
 def _first(lines: Sequence[str]) -> str:

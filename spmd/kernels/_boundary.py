@@ -216,7 +216,9 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),
             how=plan.signature.check,
-            ask=lambda alone: trial_of(plan, [_grown(x, s.layout, s.layout.axes, plan.sizes) for x, s in pairs], alone),
+            ask=lambda alone: trial_of(
+                plan, [_grown(x, s.layout, s.layout.axes, plan.sizes) for x, s in pairs], alone=alone
+            ),
         )
         return inner(*shards)
 

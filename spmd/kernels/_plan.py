@@ -24,6 +24,8 @@ from spmd._trees.leaves import held_dtype
 from spmd.checker import Trial, check_jaxpr, tried
 from spmd.checker._arbiter import collecting, is_traced
 from spmd.checker._arguments import Names, smaller
+from spmd.checker._numbers import BLOCKS
+from spmd.checker._verdict import apart_text, counted_text
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
 from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
@@ -33,7 +35,7 @@ from spmd.kernels._signature import Signature
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
-from spmd.modes import Frame, ambient_mode, enter_body
+from spmd.modes import Frame, ambient_mode, counting, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -98,7 +100,7 @@ class Plan:
         donated = self.donate if mode != "reference" else ()
         self.name = KernelName(self.signature.name, tuple(self.leaves) if mode == "explicit" else ())
         explicit = self._explicit if self.signature.check == "off" else self._checked
-        entry = {"explicit": explicit, "auto": self._auto, "reference": self._reference}[mode]
+        entry = explicit if mode == "explicit" else self._on_whole_arrays
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
@@ -108,6 +110,7 @@ class Plan:
         )
         self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
         self._frames: dict[Any, Frame] = {}
+        self._counted: dict[str, None] = {}  # the lines that ask how many devices there are, of a body on whole arrays
 
     def again(self, mesh: Any, mode: str) -> Plan:
         """The same kernel on another mesh and in another mode, to be traced."""
@@ -160,6 +163,8 @@ class Plan:
             return run(*leaves)
         finally:
             self._given = None
+            if (lines := counting.get()) is not None:
+                lines.update(self._counted)
 
     def _lie(self) -> Any:
         """The shardings of the results, for `jit`. They are given only where JAX would lose them: where a dimension is
@@ -189,7 +194,7 @@ class Plan:
             how=self.signature.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
-            ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone),
+            ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone=alone),
         )
 
     def _with_numbers(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -351,6 +356,19 @@ class Plan:
         pairs = zip(leaves, self.leaves, strict=True)
         return tuple(typed(x, s.layout.without(*self.free_axes), self.mesh) for x, s in pairs)
 
+    def _on_whole_arrays(self, *leaves: Any) -> Any:
+        """The body in auto or reference mode. If it counts devices, numbers tell whether it means the same there."""
+        token = counting.set(self._counted)
+        try:
+            out = (self._auto if self.mode == "auto" else self._reference)(*leaves)
+        finally:
+            counting.reset(token)
+        asked = self._counted and self.signature.check != "off" and not collecting.value and counting.get() is None
+        if asked and (wrong := apart_text(trial_of(self, self._with_numbers(leaves), gradients=False, modes=True))):
+            rule = f"in {self.mode} mode this body computes something else than on devices."
+            self.signature.fail(rule, got=[*wrong, counted_text(self._counted)], advice=BLOCKS, error=ModeError)
+        return out
+
     def _auto(self, *leaves: Any) -> Any:
         frame = self.frame(leaves)
 
@@ -449,7 +467,7 @@ _DEVICES = 64  # that are taken as they are
 _SMALL = 2**14  # numbers in arguments that are taken as they are
 
 
-def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
+def trial_of(plan: Any, leaves: Sequence[Any], **asked: bool) -> Trial:
     """Return what the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
 
     An axis with one device has two here, because a program is right on all meshes or on none; and one of a large mesh
@@ -458,7 +476,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
     Args:
       plan: The kernel.
       leaves: Its arguments, or what has their shapes.
-      alone: Whether gradients are compared also where results differ.
+      **asked: What `tried` is asked.
     """
     most = 4 if math.prod(plan.sizes.values()) > _DEVICES else math.inf
     small = {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()}
@@ -470,7 +488,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
 
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
     for arrays in _candidates(plan, leaves, mesh, run):
-        found = tried(run, arrays, mesh, dict(mesh.shape), alone=alone, written=dict(plan.mesh.shape))
+        found = tried(run, arrays, mesh, dict(mesh.shape), written=dict(plan.mesh.shape), **asked)
         if found.agrees_as_given or not found.why:
             break
     return found

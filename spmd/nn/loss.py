@@ -39,9 +39,9 @@ def cross_entropy(
     squared logsumexp. The mean is over all tokens that count, on all devices. It is a global sum divided by a global
     count, so it is right if devices hold different numbers of these tokens (a mean of the devices' means is not).
 
-    A score of -inf takes its token out of the vocabulary: a banned token, or a row of padding. The loss is infinite if
-    the label is out, or if smoothing gives a share to what is out. If all are out, it is NaN. So it is in optax. A token
-    that does not count has no loss and no gradient, whatever its scores are.
+    A score of -inf takes its token out of the vocabulary: a banned token, or padding. As in optax, the loss is infinite
+    if the label is out, or if smoothing gives a share to what is out; if all are out, it is NaN. A token that does not
+    count has no loss and no gradient, whatever its scores are.
 
     Layouts: logits `"... s/cp v/tp"`, labels and mask `"... s/cp"`, whole over tp; `...` divided over dp. The result is
     a scalar, complete on every axis; with `reduction="none"` it is `"... s/cp"`. Gathered scores are not divided over
