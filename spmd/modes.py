@@ -52,6 +52,8 @@ _mapping = Ambient("axis_mapping", None)
 interpreted = Ambient("interpreted", False)  # whether a trace is for numbers, which no opaque code has
 counting: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar("counting", default=None)
 """The lines of a body on whole arrays that ask how many devices there are, while somebody wants to know."""
+closings: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("closings", default=None)
+"""The axes that calls close and do not name, as they are traced in a body."""
 _frame = jax.make_user_context(None)
 _entered: weakref.WeakValueDictionary[tuple[Any, ...], Frame] = weakref.WeakValueDictionary()
 _met: set[str] = set()  # of any kernel: a function that JAX has traced before is not run again, and meets nothing

@@ -19,7 +19,7 @@ from spmd import _compat
 from spmd._jaxprs.lines import is_outside, is_users
 from spmd.errors import SpmdError
 
-Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed"]
+Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed", "mapped"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +29,10 @@ class Carry:
     name: str
     before: str
     after: str
+
+    @property
+    def is_scalar(self) -> bool:
+        return "[]" in self.before
 
     @property
     def varying(self) -> frozenset[str]:
@@ -44,7 +48,8 @@ class Told:
       kind: "carry" (a loop changes the type of its carry), "branches" (those of a cond give different types),
         "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes), "axis" (a
         collective names an axis that is not bound), "decision" (Python decides by a value), "layout" or "pattern" (a
-        call lacks its string), "mixed" (a reduction over axes of which the value varies on some only).
+        call lacks its string), "mixed" (a reduction over axes of which the value varies on some only), "mapped" (what
+        `vmap` makes of a loop has values of other types than the loop).
       axis: The axis that is not bound, where JAX says it; the function that lacks a layout.
       carries: The parts of the carry.
       varying: Of the axes of a reduction, those on which its value varies.
@@ -79,6 +84,9 @@ def told(error: Exception) -> Told | None:
         return Told("placement")
     if "`manual_axis_type` on `jax.ShapeDtypeStruct` must not be" in text:
         return Told("pallas")
+    frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    if ("varying manual axes" in text or "invariant->variant" in text) and any("batching" in file for file in frames):
+        return Told("mapped")
     mixed = re.search(r"can only accept axis_name which .* Got input type: (\S+), axes: \(([^)]*)\)", text)
     if mixed:
         varies = _varying(mixed[1])

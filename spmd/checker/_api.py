@@ -225,6 +225,13 @@ def check_body(
     _report(kernel, walk, how, ask)
 
 
+def closed_rows(closed_jaxpr: Any, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that divide the rows of a loop or of `vmap`, where a call closes them: the rows would be mixed."""
+    walk = Dataflow("", mesh_axes)
+    walk_closed(walk, closed_jaxpr)
+    return tuple(axis for axis in mesh_axes if axis in walk.rows)
+
+
 @dataclass(frozen=True)
 class OutputFacts:
     """What one output of a body really is.

@@ -311,10 +311,12 @@ class _Program:
             whole = self._on_whole_arrays(form)
         finally:
             counting.reset(token)
+        if not whole or any(map(per_shard_reason, equations(ours))):
+            return trial
         with contextlib.suppress(NotSimulated):
             plain, nudged = (self._run(self.draws[0][-1], grad=False, nudged=one) for one in (False, True))
-            found = plain(whole).outs if whole else ()
-            differences = self._differences(form, found, plain(ours).outs) if whole else ()
+            found = plain(whole).outs
+            differences = self._differences(form, found, plain(ours).outs)
             if differences and not self._are_rounding(differences, form, nudged(whole).outs, found):
                 return replace(trial, apart=tuple(differences), counted=tuple(lines))
         return trial

@@ -96,7 +96,7 @@ def judge(
     if trial.why:
         return Verdict("not tested", [trial.why, *_factors_text(trial)], len(findings))
     if trial.apart:
-        modes = f"In auto and reference mode {_first(apart_text(trial))}"
+        modes = f"They are others in auto and reference mode: {_first(apart_text(trial))}"
         advice = BLOCKS.replace("\n", " ")
         return Verdict("not tested", [_compared(trial), modes, counted_text(trial.counted), advice], len(findings))
     others = [one for one in unknown if one not in believed]
@@ -111,14 +111,14 @@ def judge(
 
 def apart_text(trial: Trial) -> list[str]:
     """How each result of auto and reference mode differs from that of all meshes, in words."""
-    how = lambda one: one.how(cause_of([(trial.sizes, one.factor)])) or "other numbers"
-    return [f"{labelled(one.path)} is {how(one)}" for one in trial.apart]
+    return [_row(one, cause_of([(trial.sizes, one.factor)])) for one in trial.apart]
 
 
 def counted_text(lines: Iterable[str]) -> str:
-    """What makes modes differ where these lines ask for the size of an axis."""
-    at = f" at {_first([*lines])}" if lines else ""
-    return f"spmd.axis_size counts devices{at}, and arrays are whole there"
+    """Why modes differ where these lines ask for the size of an axis."""
+    if not lines:
+        return "arrays are whole there, and axes have their sizes"
+    return f"spmd.axis_size counts devices at {_first([*lines])}, and arrays are whole there"
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -160,7 +160,8 @@ def confirmed(
         return [one for one in kept if one.kind in _ALWAYS or (trial.quiet and one.kind == "noise")]
     if trial.meant:  # whole arrays would be in another order, too
         return [one for one in kept if one.kind in (*_ALWAYS, "order")]
-    kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more
+    if kept and kept[0].kind != "closed":  # what is said of its operand says more
+        kept = [one for one in kept if one.kind != "closed"]
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
     copies = any(fault.kind == "copies" for fault in trial.faults)

@@ -21,21 +21,21 @@ from spmd import _compat
 from spmd._jaxprs.facts import KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
-from spmd.checker import Trial, check_jaxpr, tried
+from spmd.checker import Trial, check_jaxpr, closed_rows, tried
 from spmd.checker._arbiter import collecting, is_traced
 from spmd.checker._arguments import Names, smaller
 from spmd.checker._numbers import BLOCKS
 from spmd.checker._verdict import apart_text, counted_text
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
-from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
+from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
-from spmd.modes import Frame, ambient_mode, counting, enter_body
+from spmd.modes import Frame, ambient_mode, closings, counting, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -49,6 +49,10 @@ def concrete(leaves: Sequence[Any]) -> bool:
             return False
     _concrete.update(map(type, leaves))
     return True
+
+
+class _Closes(Exception):
+    """A body has a call that closes axes which its string does not name."""
 
 
 @dataclass(eq=False)
@@ -317,12 +321,13 @@ class Plan:
             types = tuple(map(jax.typeof, leaves))
             chosen = self._chosen.get(types)
             frame = frame.replace(invarying=chosen) if chosen else frame
-            mapped = self.mapped(frame, specs)
             refused: Unequal | ReplicationError | None = None
             outs: Any = None
             try:
                 with no_mesh():
-                    outs = mapped(*leaves)
+                    outs = self.mapped(frame, specs, settled=False)(*leaves)
+            except _Closes:
+                outs = self._settled(frame, specs, leaves)
             except (Unequal, ReplicationError) as error:
                 if not isinstance(error, Unequal) and not carried_axes(error):
                     raise
@@ -334,12 +339,33 @@ class Plan:
                     outs = again.run(*leaves)
             return self.outputs.build(outs)
 
-    def mapped(self, frame: Frame, specs: Sequence[P]) -> Any:
-        """The body in its `shard_map`."""
+    def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any]) -> Any:
+        """The results of a body with a call that closes axes. Those that divide the rows of a loop or of `vmap` are left
+        open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
+        run = self.jit(self.mapped(frame, specs), inline=True)
+        with no_mesh():
+            rows = closed_rows(run.trace(*leaves).jaxpr, tuple(self.sizes))
+            try:
+                if rows:
+                    return self.jit(self.mapped(frame.replace(stages=rows), specs), inline=True)(*leaves)
+            except (Unequal, SpmdError) as error:
+                if carried_axes(error):  # which says how the carry starts, and mends the loop
+                    raise
+            return run(*leaves)
+
+    def mapped(self, frame: Frame, specs: Sequence[P], *, settled: bool = True) -> Any:
+        """The body in its `shard_map`. Until what it closes is settled, a call that closes axes ends the trace."""
         out_specs: list[P] = []
 
         def body(*shards: Any) -> Any:
-            return self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
+            token = closings.set(closed := [])
+            try:
+                out = self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
+            finally:
+                closings.reset(token)
+            if closed and not settled:
+                raise _Closes
+            return out
 
         body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
         return self.shard_map(body, specs, out_specs)

@@ -115,6 +115,13 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
         fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
         return ReplicationError(rule, **shown, got=[*got, frame.describe()], fix=fix)
+    if fact.kind == "mapped":
+        rule = "jax.vmap(..., spmd_axis_name=...) gives values in this loop other types than the loop had."
+        advice = (
+            "jax.vmap without spmd_axis_name: the strings inside do not mention the dimension that it maps.\n"
+            'A carry starts with jnp.zeros_like of a row, or with spmd.zeros("<its layout> {R:<the axes of the rows>}")'
+        )
+        return ReplicationError(rule, **shown, got=[*got, frame.describe()], advice=advice)
     if fact.kind == "mixed":
         return _mixed(fact, got, shown, frame)
     if fact.kind == "placement":
@@ -171,11 +178,12 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     )
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]
     axes = ",".join(frame.in_mesh_order({axis for one in carries for axis in one.varying})) or "..."
+    marked = "{R:" + axes + "}" if carries and all(one.is_scalar for one in carries) else f"<its layout> {{R:{axes}}}"
     advice = (
         f"in the step, psum over {axes} what is a term of a sum;\n"
         'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of '
-        "its layout; where it becomes a gathered copy, also on those of the mark in "
-        f'spmd.zeros("<its layout> {{R:{axes}}}")'
+        "its layout; where it becomes a gathered copy, or belongs to a row under jax.vmap, also on those of the mark in "
+        f'spmd.zeros("{marked}")'
     )
     return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 

@@ -46,7 +46,7 @@ from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, Spm
 from spmd.kernels._kernel import Kernel
 from spmd.kernels._plan import names_in
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for, no_mesh, resized, with_sizes
-from spmd.modes import counting, mode
+from spmd.modes import Mode, counting, mode
 from spmd.testing._assertions import Mismatch
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
@@ -109,7 +109,8 @@ def assert_same_on_any_mesh(
       **kwargs: Keyword arguments of the kernel; differentiated too.
 
     Raises:
-      Mismatch: Results or gradients differ, or the program fails on some mesh and not on the one given. The message
+      Mismatch: Results or gradients differ, or the program fails on some mesh and not on the one given; or results
+        are others in auto and reference mode, where a body counts devices and arrays are whole. The message
         names the result or the argument whose gradient differs, on which meshes, by how much, and if all numbers have
         one factor, which sizes of axes that is.
       ReplicationError: A collective that not all of its devices reach. It is found before anything runs.
@@ -174,7 +175,7 @@ def assert_same_on_any_mesh(
     found = {run.mesh: _differences(run, base, rtol, atol) for run in runs if run is not base}
     if any(found.values()):
         raise Mismatch("\n".join(_text(program, base.mesh, found, sizes)))
-    program.check_modes(base)
+    program.check_modes(base, rtol, atol)
 
 
 @dataclass(frozen=True)
@@ -251,22 +252,27 @@ class _Program:
             lines = [rule, f"{type(error).__name__}: {error}"]
             raise Mismatch("\n".join(lines + ([] if self.builds else [f"advice: {_BUILD}"]))) from error
 
-    def check_modes(self, base: _Run) -> None:
+    def check_modes(self, base: _Run, rtol: Any, atol: float) -> None:
         """Refuse a program that means something else in auto and reference mode than on all meshes.
 
         A program that reference mode refuses is heard of where it is called.
         """
-        lines = dict[str, None]()
+        lines, mesh = dict[str, None](), with_sizes(self.mesh, {})
         token = counting.set(lines)
+
+        def simulated(mode: Mode) -> _Run:
+            with for_numbers(self.mesh.shape, mode), use_abstract_mesh(mesh):
+                return self._simulated(mesh, grad=False)
+
         try:
-            with for_numbers(self.mesh.shape, "reference"), use_abstract_mesh(with_sizes(self.mesh, {})):
-                run = self._simulated(with_sizes(self.mesh, {}), grad=False)
+            run = simulated("reference")
+            base = base if base.dtype == _SIMULATED else replace(simulated("explicit"), mesh=base.mesh)
         except Exception:
             return
         finally:
             counting.reset(token)
         result = replace(base, arrays={"result": base.arrays["result"]})
-        if found := _differences(run, result, None, 0.0):
+        if found := _differences(run, result, rtol, atol):
             trial = Trial(self.mesh.shape, apart=tuple(found), counted=tuple(lines))
             rule = f"{self.name} means something else in auto and reference mode than on each mesh:"
             got = "\n- ".join([rule, *apart_text(trial), counted_text(lines)])
