@@ -7,6 +7,7 @@ again when one of them changes.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import inspect
 import itertools
@@ -49,6 +50,10 @@ _CALLERS = object()  # the mapping of whoever calls
 _mode = Ambient("mode", ("explicit", "all"))
 _mapping = Ambient("axis_mapping", None)
 interpreted = Ambient("interpreted", False)  # whether a trace is for numbers, which no opaque code has
+counting: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar("counting", default=None)
+"""The lines of a body on whole arrays that ask how many devices there are, while somebody wants to know."""
+closings: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("closings", default=None)
+"""The axes that calls close and do not name, as they are traced in a body."""
 _frame = jax.make_user_context(None)
 _entered: weakref.WeakValueDictionary[tuple[Any, ...], Frame] = weakref.WeakValueDictionary()
 _met: set[str] = set()  # of any kernel: a function that JAX has traced before is not run again, and meets nothing

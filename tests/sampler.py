@@ -149,6 +149,9 @@ def dice(seed: int | Choices) -> Any:
     return seed if isinstance(seed, Choices) else random.Random(seed)
 
 
+ROWS = ("as it is", "banned", "padded", "its own", "all others", "all", "nan", "inf")
+
+
 class Sampler:
     """Choices from one seed.
 
@@ -229,3 +232,24 @@ class Sampler:
         draw = lambda: self.rng.integers(-2, 3, shape) if whole else self.rng.normal(size=shape)
         values = draw() + 1j * draw() if dtype.kind == "c" else draw()
         return np.asarray(values).astype(dtype)
+
+    def scores(self, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """A row of float32 for each kind of `ROWS`: some are -inf, or what overflowed; and a column of each, its own.
+
+        It is in the first half, and no score of -inf unless the row's kind says so.
+        """
+        rows, own = 3 * self.rng.normal(size=(len(ROWS), size)), self.rng.integers(0, size // 2, size=len(ROWS))
+        for kind, row, at in zip(ROWS, rows, own, strict=True):
+            kept = row[at]
+            hidden = {
+                "banned": self.rng.random(size) < 0.5,
+                "padded": np.arange(size) >= size // 2,  # so that the last devices have no score at all
+                "its own": np.arange(size) == at,
+                "all others": np.arange(size) != at,
+                "all": np.ones(size, bool),
+            }
+            row[hidden.get(kind, np.zeros(size, bool))] = -np.inf
+            row[at] = kept if kind == "banned" else row[at]
+            if kind in ("nan", "inf"):
+                row[int(self.choice([at, size - 1]))] = float(kind)
+        return rows.astype(np.float32), own.astype(np.int32)

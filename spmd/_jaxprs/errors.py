@@ -19,7 +19,9 @@ from spmd import _compat
 from spmd._jaxprs.lines import is_outside, is_users
 from spmd.errors import SpmdError
 
-Kind = Literal["carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed", "rule"]
+Kind = Literal[
+    "carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed", "rule", "mapped"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Carry:
     name: str
     before: str
     after: str
+
+    @property
+    def is_scalar(self) -> bool:
+        return "[]" in self.before
 
     @property
     def varying(self) -> frozenset[str]:
@@ -50,7 +56,8 @@ class Told:
         "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes), "axis" (a
         collective names an axis that is not bound), "decision" (Python decides by a value), "layout" or "pattern" (a
         call lacks its string), "mixed" (a reduction over axes of which the value varies on some only), "rule" (the
-        forward rule of a `custom_vjp` gives other types than its function).
+        forward rule of a `custom_vjp` gives other types than its function), "mapped" (what `vmap` makes of a loop has
+        values of other types than the loop).
       axis: The axis that is not bound, where JAX says it; the function that lacks a layout.
       carries: The parts of the carry.
       varying: Of the axes of a reduction, those on which its value varies.
@@ -87,6 +94,9 @@ def told(error: Exception) -> Told | None:
         return Told("pallas")
     if text.startswith("Custom VJP fwd rule") and "{V:" in text:
         return Told("rule")
+    frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
+    if ("varying manual axes" in text or "invariant->variant" in text) and any("batching" in file for file in frames):
+        return Told("mapped")
     mixed = re.search(r"can only accept axis_name which .* Got input type: (\S+), axes: \(([^)]*)\)", text)
     if mixed:
         varies = _varying(mixed[1])

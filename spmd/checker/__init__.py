@@ -7,7 +7,7 @@ docs/pages/checker.md says what is proved and what is not.
 from __future__ import annotations
 
 from spmd._jaxprs.lines import line_of
-from spmd.checker._api import OutputFacts, check_body, check_jaxpr, check_names, checked, explain_output
+from spmd.checker._api import OutputFacts, check_body, check_jaxpr, check_names, checked, closed_rows, explain_output
 from spmd.checker._arbiter import Trial, tried
 from spmd.checker._dataflow import Rules, rules
 from spmd.checker._finding import Finding
@@ -25,6 +25,7 @@ __all__ = [
     "check_jaxpr",
     "check_names",
     "checked",
+    "closed_rows",
     "early",
     "explain_output",
     "line_of",

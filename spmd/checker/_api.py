@@ -89,6 +89,7 @@ def checked(
         walk.sizes,
         gradients=not backward,
         alone=about_gradients(walk.findings),
+        modes=True,
         reference=reference and partial(run, plain=reference),
         rtol=rtol,
     )
@@ -291,6 +292,13 @@ def check_body(
     walk.varying = [sorted(_compat.varying_axes(x) | _compat.unreduced_axes(x)) for x in shards]
     walk_closed(walk, closed_jaxpr, [walk.constant(None, x) for x in shards])
     _report(kernel, walk, how, ask, apart)
+
+
+def closed_rows(closed_jaxpr: Any, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
+    """The axes that divide the rows of a loop or of `vmap`, where a call closes them: the rows would be mixed."""
+    walk = Dataflow("", mesh_axes)
+    walk_closed(walk, closed_jaxpr)
+    return tuple(axis for axis in mesh_axes if axis in walk.rows)
 
 
 @dataclass(frozen=True)

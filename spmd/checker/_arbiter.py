@@ -53,7 +53,7 @@ from spmd.checker._simulator import (
 )
 from spmd.language import mesh_text
 from spmd.mesh import no_mesh, resized, with_sizes
-from spmd.modes import Mode, interpreted, mode
+from spmd.modes import Mode, counting, interpreted, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
@@ -100,6 +100,9 @@ class Trial:
       whole: The sizes of the mesh that the program is given, if those are others.
       names: For each name whose size is another one, that size and the one that is given.
       first: Where values begin to differ; asked where something does.
+      apart: How results differ from these in reference mode, where arrays are whole and axes have their sizes; compared
+        where all meshes agree.
+      counted: The lines that ask for these sizes there.
     """
 
     sizes: Mapping[str, int]
@@ -123,6 +126,8 @@ class Trial:
     whole: Mapping[str, int] | None = None
     names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     first: Callable[[], Located] = field(default=Located, compare=False)
+    apart: tuple[Difference, ...] = ()
+    counted: tuple[str, ...] = ()
 
     @property
     def wrong(self) -> bool:
@@ -160,6 +165,7 @@ def tried(
     *,
     gradients: bool = True,
     alone: bool = False,
+    modes: bool = False,
     traced: FlatProgram | None = None,
     reference: Callable[..., Any] | None = None,
     written: Mapping[str, int] | None = None,
@@ -176,6 +182,7 @@ def tried(
       sizes: The sizes of all mesh axes.
       gradients: Whether gradients are compared, where there are any; not those of a program that takes some itself.
       alone: Whether they are compared also where results differ, because a suspicion is about them alone.
+      modes: Whether results are compared with those of reference mode too.
       traced: The program as it was traced on its mesh, if it was.
       reference: The same on whole arrays, to compare with in place of the program on a mesh of ones.
       written: The sizes for which the program may have numbers of its own, if those are others.
@@ -198,7 +205,8 @@ def tried(
             trial = program.tried(grad, draws=draws)
             if trial.wrong or draws is None or once:
                 quieted = functools.partial(program.quieted, grad)
-                return replace(trial, quieted=quieted, underived=found.why or trial.underived)
+                trial = replace(trial, quieted=quieted, underived=found.why or trial.underived)
+                return program.across_modes(trial) if modes and trial.agrees and reference is None else trial
         except _Failed as error:
             found = Trial(sizes, why=f"{error}")
         except TooLarge:
@@ -433,6 +441,25 @@ class _Program:
             run = self._run(turn.draws[0], self.grad, _NOISE[0] if quiet else None)
             return reach.adds(run(ours, choices=reach.choices).taken)
         return False
+
+    def across_modes(self, trial: Trial) -> Trial:
+        """The same trial, which tells whether reference mode has the results that all meshes share."""
+        self.grad, lines = False, dict[str, None]()
+        token = counting.set(lines)
+        try:
+            ours, form = self._traced(self.sizes)
+            whole = self._on_whole_arrays(form)
+        finally:
+            counting.reset(token)
+        if not whole or any(map(per_shard_reason, equations(ours))):
+            return trial
+        with contextlib.suppress(NotSimulated):
+            plain, nudged = (self._run(self.draws[0][-1], grad=False, nudged=one) for one in (False, True))
+            found = plain(whole).outs
+            differences = self._differences(form, found, plain(ours).outs)
+            if differences and not self._are_rounding(differences, form, nudged(whole).outs, found):
+                return replace(trial, apart=tuple(differences), counted=tuple(lines))
+        return trial
 
     def _located(self, trial: Trial, form: _Form, wanted: Sequence[Array], run: _Runner, ours: Any, base: Any) -> Trial:
         """The same trial, which tells what differs, on which meshes, and from where on."""

@@ -80,6 +80,7 @@ class Engine(Domain):
       outputs: The output states of each body, with its shard_map equation.
       about: The equation that each finding is about.
       weaker: Findings that others explain, if those are right.
+      rows: The axes that divide rows of a loop or of `vmap`, where a call closes them.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -115,6 +116,7 @@ class Engine(Domain):
         self._blamed: dict[Any, Finding] = {}
         self.about: dict[Finding, Equation] = {}
         self.weaker: list[Finding] = []
+        self.rows: set[str] = set()
 
     # --- what messages ask -----------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
 Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
-Label = tuple[Part, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
+Label = tuple[Any, ...]  # what a dimension is called: `(b s)` has two parts; empty where no string named it
 Labels = tuple[Label, ...]
 
 
@@ -258,7 +258,7 @@ class Misnamed(Names):
                 continue
             [have] = out[place] if len(out[place]) == 1 else [None]
             ours = have is not None and have.kernel == self.here and have.name in sizes
-            if not ours or sizes[have.name].size != sizes[name].size:  # another dimension, of another length
+            if have is None or not ours or sizes[have.name].size != sizes[name].size:  # a dimension of another length
                 out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
             elif have.name != name:
                 wrong[i], out[place] = have, _MIXED

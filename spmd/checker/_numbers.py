@@ -20,6 +20,10 @@ from spmd._trees.leaves import is_key, wrapped
 T = TypeVar("T")
 
 LOCAL_SIZE = 'a size from .shape is that of a shard: spmd.size("b") is that of the whole'
+BLOCKS = (
+    'rearrange(x, "(c l)/a -> c/a l", c=spmd.axis_size("a")) makes blocks a dimension;\n'
+    'shift(x, "[c/a] l", 1) moves them; spmd.reduce(x, "n/a d -> d", "mean") is a mean over devices'
+)
 _INFINITE = 1e30  # a larger number stands for infinity, as the least float32 does in a mask
 _SAME = 1e-5  # of a number that is the same to the bit: it was not rounded, and its terms may have been
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)

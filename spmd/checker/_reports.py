@@ -278,8 +278,10 @@ def claimed_divided(walk: Any, eqn: Equation, state: State, dim: int, axes: Sequ
     if have is not None and verb_for(have, layout) != "split":
         return _lies_otherwise(walk, eqn, state, have, place)
     rule = f"{says}, but every device along {along} holds the same block."
-    if any(one.kind == "layout" for one in walk.findings) and not walk.history.gathers(eqn.invars[0], axes[0]):
-        first = "a string before it says that it is whole: mend that one first"
+    known = {one.kind for one in walk.findings} & {"layout", "closed"}
+    if known and not walk.history.gathers(eqn.invars[0], axes[0]):
+        before = "a string before it says that it is whole" if "layout" in known else "a call before it makes it equal"
+        first = f"{before}: mend that one first"
         return _at_marker(walk, eqn, rule, span, (), None, first)
     fix = mend.as_it_says(walk, eqn, place)
     return _at_marker(walk, eqn, rule, span, (), fix, None if fix else mend.block_of_what(walk, eqn, state, axes))
@@ -346,7 +348,7 @@ def closed_while_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fau
         f"the result of this call is equal on {along}, which its string does not name, and its operand differs there: "
         "rows of different devices would be mixed."
     )
-    where = tuple(f"made in a loop or vmap over a dimension that {a} divides" for a in axes if _is_row(walk, eqn, a))
+    where = tuple(f"made in a loop or vmap over a dimension that {a} divides" for a in axes if is_row(walk, eqn, a))
     divided = "/".join(("e", *axes))
     advice = (
         f"reduce the whole array before the loop, with the dimension that {along} divides in the string: "
@@ -357,7 +359,7 @@ def closed_while_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fau
     )
 
 
-def _is_row(walk: Any, eqn: Equation, axis: str) -> bool:
+def is_row(walk: Any, eqn: Equation, axis: str) -> bool:
     """Return whether a value is a row of a divided dimension: of a loop, or of vmap."""
     state = walk.known.get(eqn.invars[0])
     mapped = [state.dims[d] for d in eqn.params.get("mapped", ())] if state else []

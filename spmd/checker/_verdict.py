@@ -15,7 +15,7 @@ from spmd.checker._engine import Engine
 from spmd.checker._finding import MEANT, Finding, found
 from spmd.checker._hanging import hanging
 from spmd.checker._located import Located
-from spmd.checker._numbers import LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
+from spmd.checker._numbers import BLOCKS, LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
 from spmd.checker._primitives import draws
 from spmd.checker._simulator import Fault as Broken
 from spmd.checker._state import FREE, HIDDEN, STEP, State, axes_of_dim
@@ -99,6 +99,10 @@ def judge(
         trial = replace(trial, why=f"{_compared(trial)}: reference= tells what is meant")
     if trial.why:
         return Verdict("not tested", [trial.why, *_factors_text(trial)], len(findings))
+    if trial.apart:
+        modes = f"They are others in auto and reference mode: {_first(apart_text(trial))}"
+        advice = BLOCKS.replace("\n", " ")
+        return Verdict("not tested", [_compared(trial), modes, counted_text(trial.counted), advice], len(findings))
     others = [one for one in unknown if one not in believed]
     lost = [f"Types lose a value at {_first(others)}"] if others else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
@@ -118,6 +122,18 @@ def unreached(trial: Trial) -> list[str]:
     flat = (f"numbers of {one}, which are not finite or always the same" for one in trial.flat)
     captured = (f"other numbers of a captured array, which is one number: {one}" for one in trial.captured)
     return [*map(str, trial.unreached), *flat, *captured]
+
+
+def apart_text(trial: Trial) -> list[str]:
+    """How each result of auto and reference mode differs from that of all meshes, in words."""
+    return [_row(one, cause_of([(trial.sizes, one.factor)])) for one in trial.apart]
+
+
+def counted_text(lines: Iterable[str]) -> str:
+    """Why modes differ where these lines ask for the size of an axis."""
+    if not lines:
+        return "arrays are whole there, and axes have their sizes"
+    return f"spmd.axis_size counts devices at {_first([*lines])}, and arrays are whole there"
 
 
 def _first(lines: Sequence[str]) -> str:
@@ -168,7 +184,8 @@ def confirmed(
         return [one if stays(one) else replace(one, certain=False) for one in kept if stays(one) or one in open_ones]
     if trial.meant:  # whole arrays would be in another order, too
         return [one for one in kept if one.kind in (*_ALWAYS, "order")]
-    kept = [one for one in kept if one.kind != "closed"] or kept  # what is said of its operand says more
+    if kept and kept[0].kind != "closed":  # what is said of its operand says more
+        kept = [one for one in kept if one.kind != "closed"]
     if trial.why and not trial.fails:
         return [replace(one, certain=one.certain and one.kind not in _SUSPICIONS) for one in kept]
     copies = any(fault.kind == "copies" for fault in trial.faults)

@@ -56,7 +56,7 @@ from spmd.language import (
     with_axes_of,
     with_axis,
 )
-from spmd.modes import EVERYWHERE, Frame, current_frame, place
+from spmd.modes import EVERYWHERE, Frame, closings, current_frame, place
 
 Span = tuple[int, int] | None
 
@@ -729,6 +729,8 @@ class Call:
         refuses it where it does not know that `x` is equal there: before its own layout was said, which is believed."""
         if axes:
             layout_p.bind(x, layout=layout, call=self.text, role="closed", closes=axes)
+            if (known := closings.get()) is not None:
+                known.append(axes)
 
     def factor(self, atom: Atom) -> Factor:
         """The factor that an atom of the right side stands for."""

@@ -93,12 +93,22 @@ def _mapped_axes(x: Any) -> tuple[str, ...]:
     return tuple(axis for dim in dims for axis in _axes(value, dim))
 
 
+def mapped_axes(plan: Plan, leaves: Sequence[Any]) -> tuple[str, ...]:
+    """The axes that divide a mapped dimension, and nothing whose layout the kernel gives. Types keep Explicit ones."""
+    free = set(plan.free_axes) & {*plan.sizes} - _used(plan) if plan.mode == "explicit" else ()
+    return tuple(dict.fromkeys(axis for leaf in leaves for axis in _mapped_axes(leaf) if axis in free))
+
+
+def _used(plan: Plan) -> set[str]:
+    return {axis for layout in (*(leaf.layout for leaf in plan.leaves), *plan.outputs.layouts) for axis in layout.axes}
+
+
 def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -> None:
     """Warn that `jax.vmap` gathered a divided dimension. Arrays show it outside jit, on Explicit axes inside too."""
     if plan.mode == "reference":
         return
     kept = {axis for x in jax.tree.leaves(out) for axis in _mapped_axes(x)}
-    used = {axis for layout in (*(leaf.layout for leaf in plan.leaves), *plan.outputs.layouts) for axis in layout.axes}
+    used = _used(plan)
     lost: list[str] = []
     got = []
     for leaf, spec in zip(leaves, plan.leaves, strict=True):
@@ -189,7 +199,7 @@ def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
         advice = f"auto= for the outer kernel too, or {plan.left[0]} in the strings of this one"
         plan.signature.fail(rule, got=[outer.describe()], advice=advice, error=ModeError)
     _check_tags(plan, leaves)
-    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying", "left")
+    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying", "stages", "left")
     frame = plan.frame(leaves, local=outer.explicit, **{name: getattr(outer, name) for name in names})
     if outer.explicit and not inside_kernel():
         out = _checked(plan, frame, leaves)
@@ -216,7 +226,7 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),
             how=plan.signature.check,
-            ask=lambda alone: trial_of(plan, whole, alone),
+            ask=lambda alone: trial_of(plan, whole, alone=alone),
             apart=lambda: apart_of(plan, whole),
         )
         return inner(*shards)

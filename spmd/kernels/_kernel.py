@@ -17,7 +17,8 @@ from spmd._text import Table, html_page
 from spmd._trees.leaves import Static, is_array, is_number, kind_of, wrapped
 from spmd._trees.matching import matched
 from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
-from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, nested
+from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, mapped_axes, nested
+from spmd.kernels._mapped import divided
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
 from spmd.kernels._signature import Signature, check_left, read
@@ -177,9 +178,12 @@ class Kernel(ByName, Generic[P, R]):
             flat, structure = jax.tree.flatten(args)
             if concrete(flat) and around == (mode, ambient_mapping()):
                 self._warm[around, structure] = plan
-        out = plan.outputs.returned(plan.call(arrived(plan, leaves)))
-        if not concrete(leaves) and any(isinstance(x, jax.core.Tracer) for x in leaves):
-            check_mapped(plan, leaves, out, strict=self.boundary == "error")
+        if concrete(leaves) or not any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return plan.outputs.returned(plan.call(arrived(plan, leaves)))
+        axes, run = mapped_axes(plan, leaves), lambda leaves: plan.call(arrived(plan, leaves))
+        made = divided(run, leaves, axes, plan.sizes) if axes else None
+        out = plan.outputs.returned(run(leaves) if made is None else made)
+        check_mapped(plan, leaves, out, strict=self.boundary == "error")
         return out
 
     def _inside(

@@ -23,19 +23,21 @@ from spmd import _compat
 from spmd._jaxprs.facts import Apart, KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
-from spmd.checker import Trial, check_jaxpr, check_names, tried
+from spmd.checker import Trial, check_jaxpr, check_names, closed_rows, tried
 from spmd.checker._arbiter import collecting, for_numbers, is_traced
 from spmd.checker._arguments import Names, smaller
+from spmd.checker._numbers import BLOCKS
+from spmd.checker._verdict import apart_text, counted_text
 from spmd.comm._marks import mark, tag
 from spmd.comm.planner import uneven
-from spmd.errors import MeshError, ModeError, ReplicationError, did_you_mean
+from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_you_mean
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature, meant_by
 from spmd.kernels._translate import Held, carried_axes, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
-from spmd.modes import Frame, Mode, ambient_mode, enter_body
+from spmd.modes import Frame, Mode, ambient_mode, closings, counting, enter_body
 
 _concrete: set[type] = set()  # classes of arrays with values, as they were met
 
@@ -49,6 +51,10 @@ def concrete(leaves: Sequence[Any]) -> bool:
             return False
     _concrete.update(map(type, leaves))
     return True
+
+
+class _Closes(Exception):
+    """A body has a call that closes axes which its string does not name."""
 
 
 @dataclass(eq=False)
@@ -101,7 +107,7 @@ class Plan:
         placed = tuple(self.leaves) if mode == "explicit" else ()
         self.name = KernelName(self.signature.name, placed, functools.partial(apart_of, self))
         explicit = self._explicit if self.signature.check == "off" else self._checked
-        entry = explicit if mode == "explicit" else self._named
+        entry = explicit if mode == "explicit" else self._on_whole_arrays
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
@@ -111,6 +117,7 @@ class Plan:
         )
         self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
         self._frames: dict[Any, Frame] = {}
+        self._counted: dict[str, None] = {}  # the lines that ask how many devices there are, of a body on whole arrays
 
     def again(self, mesh: Any, mode: str) -> Plan:
         """The same kernel on another mesh and in another mode, to be traced."""
@@ -163,6 +170,8 @@ class Plan:
             return run(*leaves)
         finally:
             self._given = None
+            if (lines := counting.get()) is not None:
+                lines.update(self._counted)
 
     def _lie(self) -> Any:
         """The shardings of the results, for `jit`. They are given only where JAX would lose them: where a dimension is
@@ -193,7 +202,7 @@ class Plan:
             arg_names=self.paths,
             arg_layouts=self.layouts,
             apart=lambda: apart_of(self, leaves),
-            ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone),
+            ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone=alone),
         )
 
     def _with_numbers(self, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -327,12 +336,13 @@ class Plan:
             types = tuple(map(jax.typeof, leaves))
             chosen = self._chosen.get(types)
             frame = frame.replace(invarying=chosen) if chosen else frame
-            mapped = self.mapped(frame, specs)
             refused: Unequal | ReplicationError | None = None
             outs: Any = None
             try:
                 with no_mesh():
-                    outs = mapped(*leaves)
+                    outs = self.mapped(frame, specs, settled=False)(*leaves)
+            except _Closes:
+                outs = self._settled(frame, specs, leaves)
             except (Unequal, ReplicationError) as error:
                 if not isinstance(error, Unequal) and not carried_axes(error):
                     raise
@@ -344,12 +354,33 @@ class Plan:
                     outs = again.run(*leaves)
             return self.outputs.build(outs)
 
-    def mapped(self, frame: Frame, specs: Sequence[P]) -> Any:
-        """The body in its `shard_map`."""
+    def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any]) -> Any:
+        """The results of a body with a call that closes axes. Those that divide the rows of a loop or of `vmap` are
+        left open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
+        run = self.jit(self.mapped(frame, specs), inline=True)
+        with no_mesh():
+            rows = closed_rows(run.trace(*leaves).jaxpr, tuple(self.sizes))
+            try:
+                if rows:
+                    return self.jit(self.mapped(frame.replace(stages=rows), specs), inline=True)(*leaves)
+            except (Unequal, SpmdError) as error:
+                if carried_axes(error):  # which says how the carry starts, and mends the loop
+                    raise
+            return run(*leaves)
+
+    def mapped(self, frame: Frame, specs: Sequence[P], *, settled: bool = True) -> Any:
+        """The body in its `shard_map`. Until what it closes is settled, a call that closes axes ends the trace."""
         out_specs: list[P] = []
 
         def body(*shards: Any) -> Any:
-            return self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
+            token = closings.set(closed := [])
+            try:
+                out = self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
+            finally:
+                closings.reset(token)
+            if closed and not settled:
+                raise _Closes
+            return out
 
         body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written
         return self.shard_map(body, specs, out_specs)
@@ -365,6 +396,19 @@ class Plan:
             return leaves
         pairs = zip(leaves, self.leaves, strict=True)
         return tuple(typed(x, s.layout.without(*self.free_axes), self.mesh) for x, s in pairs)
+
+    def _on_whole_arrays(self, *leaves: Any) -> Any:
+        """The body in auto or reference mode. If it counts devices, numbers tell whether it means the same there."""
+        token = counting.set(self._counted)
+        try:
+            out = self._named(*leaves)
+        finally:
+            counting.reset(token)
+        asked = self._counted and self.signature.check != "off" and not collecting.value and counting.get() is None
+        if asked and (wrong := apart_text(trial_of(self, self._with_numbers(leaves), gradients=False, modes=True))):
+            rule = f"in {self.mode} mode this body computes something else than on devices."
+            self.signature.fail(rule, got=[*wrong, counted_text(self._counted)], advice=BLOCKS, error=ModeError)
+        return out
 
     def _auto(self, *leaves: Any) -> Any:
         frame = self.frame(leaves)
@@ -498,7 +542,7 @@ _DEVICES = 64  # that are taken as they are
 _SMALL = 2**14  # numbers in arguments that are taken as they are
 
 
-def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
+def trial_of(plan: Any, leaves: Sequence[Any], **asked: Any) -> Trial:
     """Return what the numbers of a kernel say: forward and backward, on its mesh and where nothing is divided.
 
     An axis with one device has two here, because a program is right on all meshes or on none; and one of a large mesh
@@ -507,7 +551,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
     Args:
       plan: The kernel.
       leaves: Its arguments, or what has their shapes.
-      alone: Whether gradients are compared also where results differ.
+      **asked: What `tried` is asked.
     """
     most = 4 if math.prod(plan.sizes.values()) > _DEVICES else math.inf
     small = {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()}
@@ -519,7 +563,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], alone: bool = False) -> Trial:
 
     found = Trial(dict(mesh.shape), why="its arguments do not fit the mesh")
     for arrays in _candidates(plan, leaves, mesh, run):
-        found = tried(run, arrays, mesh, dict(mesh.shape), alone=alone, written=dict(plan.mesh.shape))
+        found = tried(run, arrays, mesh, dict(mesh.shape), written=dict(plan.mesh.shape), **asked)
         if found.agrees_as_given or not found.why:
             break
     return found

@@ -116,6 +116,13 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         rule = "the branches give values of different types: equal on an axis in one, varying on it in another."
         fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
         return ReplicationError(rule, **shown, got=[*got, frame.describe()], fix=fix)
+    if fact.kind == "mapped":
+        rule = "jax.vmap(..., spmd_axis_name=...) gives values in this loop other types than the loop had."
+        advice = (
+            "jax.vmap without spmd_axis_name: the strings inside do not mention the dimension that it maps.\n"
+            'A carry starts with jnp.zeros_like of a row, or with spmd.zeros("<its layout> {R:<the axes of the rows>}")'
+        )
+        return ReplicationError(rule, **shown, got=[*got, frame.describe()], advice=advice)
     if fact.kind == "mixed":
         return _mixed(fact, got, shown, frame)
     if fact.kind == "placement":
@@ -184,7 +191,9 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     zeros = (
         'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of'
     )
-    marks = f"{{U:{axes}}} where it becomes a partial sum, {{R:{axes}}} where it becomes a gathered copy"
+    scalar = carries and all(one.is_scalar for one in carries)
+    row = f', or belongs to a row under jax.vmap: spmd.zeros("{{R:{axes}}}")' if scalar else ""
+    marks = f"{{U:{axes}}} where it becomes a partial sum, {{R:{axes}}} where it becomes a gathered copy{row}"
     advice = [f"{zeros} its layout, and of its mark: {marks}", f"in the step, psum over {axes} what is a term of a sum"]
     if not all(one.constant for one in carries):  # spmd.zeros, or a value that lies somewhere, has begun it
         advice.reverse()

@@ -148,7 +148,8 @@ def dot_product_attention(
       k: Keys.
       v: Values.
       mask: Booleans `"... h/tp s t"`, True where a query sees a key. Dimensions may be 1.
-      bias: Added to the scores; an array in the same layout as the mask.
+      bias: Added to the scores; an array in the same layout as the mask. It may hide keys by -inf. A query of which it
+        hides all keys is NaN, where a mask gives zeros.
       causal: A query sees keys at its own position and before.
       window: A query sees keys less than this many positions away, including its own.
       segments: Integers `"... s"`. Queries see keys with the same number. A pair if queries and keys have different

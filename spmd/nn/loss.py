@@ -39,6 +39,10 @@ def cross_entropy(
     squared logsumexp. The mean is over all tokens that count, on all devices. It is a global sum divided by a global
     count, so it is right if devices hold different numbers of these tokens (a mean of the devices' means is not).
 
+    A score of -inf takes its token out of the vocabulary: a banned token, or padding. As in optax, the loss is infinite
+    if the label is out, or if smoothing gives a share to what is out; if all are out, it is NaN. A token that does not
+    count has no loss and no gradient, whatever its scores are.
+
     Layouts: logits `"... s/cp v/tp"`, labels and mask `"... s/cp"`, whole over tp; `...` divided over dp. The result is
     a scalar, complete on every axis; with `reduction="none"` it is `"... s/cp"`. Gathered scores are not divided over
     tp, so they are an error. For these use `tp=None`.
@@ -203,15 +207,19 @@ def _forward(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> An
     tp, _, z_loss = options
     scores = logits.astype(wide(logits))
     lse = checkpoint_name(reduce(scores, "... v/tp -> ...", "logsumexp", tp=tp), "logsumexp")
-    losses = lse - reduce(scores * _target(logits, labels, options), "... v/tp -> ...", tp=tp) + z_loss * lse**2
-    return losses, (logits, labels, lse)
+    target = _target(logits, labels, options)
+    # A score of -inf where the target is zero adds nothing: zero times infinity would be NaN.
+    expected = reduce(jnp.where(target == 0, 0.0, scores) * target, "... v/tp -> ...", tp=tp)
+    return lse - expected + (z_loss * lse**2 if z_loss else 0.0), (logits, labels, lse)
 
 
 def _backward(options: tuple[Axes, float, float], kept: Any, cotangent: Any) -> Any:
-    logits, labels, lse = kept
+    (logits, labels, lse), z_loss = kept, options[2]
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None])
-    slope = p * (1 + 2 * options[2] * lse)[..., None] - _target(logits, labels, options)
-    return (slope * cotangent[..., None]).astype(logits.dtype), None
+    p = p * (1 + 2 * z_loss * lse)[..., None] if z_loss else p
+    along = cotangent[..., None]
+    slopes = (p - _target(logits, labels, options)) * along
+    return jnp.where(along == 0, 0.0, slopes).astype(logits.dtype), None  # 0 of a token that does not count
 
 
 _losses = custom_vjp(_plain, nondiff_argnums=(2,))

@@ -352,6 +352,8 @@ def softmax(x: Any, layout: str, /, *, where: Any = None, **names: Any) -> jax.A
       x: The array.
       layout: Its layout, with one or more dimensions in brackets.
       where: Booleans that broadcast to x. Where they are False the probability is zero, and the element takes no part.
+        A score of -inf has the probability zero too. But a row of nothing else is NaN, as in `jax.nn.softmax`, and a
+        row where all are False is zero.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the layout.
 
     Returns:
@@ -388,8 +390,9 @@ def _divided_softmax_jvp(dims: tuple[int, ...], axes: Axes, primals: Any, tangen
     """Needs the result alone: the backward pass keeps nothing else, and a row that is all masked gives no NaN."""
     x, mask = primals
     out = _divided_softmax(x, mask, dims, axes)
-    weighted = out * tangents[0]
-    return out, weighted - out * _lax.psum(jnp.sum(weighted, axis=dims, keepdims=True), axes)
+    seen = lambda y: y if mask is None else jnp.where(mask, y, jnp.zeros_like(y))  # also where the others are NaN
+    weighted = seen(out * tangents[0])
+    return out, seen(weighted - out * _lax.psum(jnp.sum(weighted, axis=dims, keepdims=True), axes))
 
 
 def _mask(one: Along, where: Any, shape: tuple[int, ...]) -> Any:

@@ -21,7 +21,7 @@ from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._keywords import check_array, misfit
 from spmd.errors import LayoutError, ReplicationError
-from spmd.language import Layout, check_axes
+from spmd.language import Layout, axes_code, check_axes
 from spmd.modes import Frame, current_frame, try_frame
 
 P = ParamSpec("P")
@@ -181,6 +181,8 @@ def _check_loss(value: Any, frame: Frame, marked: tuple[str, ...], text: str) ->
         n = frame.axis_size(loose)
         whole = 'reduce(x, "<layout> -> scalar", "mean") as the last step; or '
         summed = f'loss="{{U:{",".join(frame.in_mesh_order({*marked, *loose}))}}}" if the sum is meant'
+        if _compat.mapped(value)[1]:
+            whole = f"jax.vmap(fn, spmd_axis_name={axes_code(loose)}), if each row has a loss of its own; or "
         raise ReplicationError(
             f"on {axes} the loss is neither complete nor a declared partial sum: jax.grad would differentiate the sum "
             f"of the {n} devices' scalars.",

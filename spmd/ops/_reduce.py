@@ -240,7 +240,8 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
       x: The array.
       pattern: `"layout -> layout"`. A sum or mean takes `{U:axis}` on both sides.
       op: "sum", "mean" (divides by the global count), "max", "min" (ties share the gradient equally, as in `jnp.max`),
-        "prod", "any", "all" or "logsumexp".
+        "prod", "any", "all" or "logsumexp". If an element is NaN, so is the result. Only max and min over a divided
+        dimension are then inf and -inf, because collectives drop NaN; in auto mode the compiler drops it.
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
     Returns:
@@ -281,7 +282,7 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     landing = land(call, have, partial, right, linear=op in LINEAR)
     if op in ("max", "min") and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
         call.fail(f"{op} needs numbers that are ordered, and the array is {operand.x.dtype}.")
-    job = _Job(call, operand, right, landing)
+    job = _Job(call, operand, right, landing, mapped=bool(_compat.mapped(x)[1]))
     call.closing(x, call.src, job.copies)
     with call.scope():
         out = RUN[op](operand.x, job)
@@ -297,7 +298,7 @@ _SQUARES = 'two means: m = reduce(x, "...", "mean"), and that of (x - m) ** 2, w
 class _Job:
     """The work: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
 
-    def __init__(self, call: Call, operand: Operand, right: list[str], landing: Landing):
+    def __init__(self, call: Call, operand: Operand, right: list[str], landing: Landing, mapped: bool):
         self.frame, self.landing = call.frame, landing
         self.dims = tuple(i for i, name in enumerate(operand.names) if name not in right)
         kept = [name for name in operand.names if name in right]
@@ -305,8 +306,9 @@ class _Job:
         count = math.prod(operand.factors[i].size for i in self.dims)
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
         self.axes = call.frame.in_mesh_order(landing.all_axes)
-        # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal.
-        closes = call.frame.explicit and call.dst.is_scalar
+        # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal. Under
+        # `vmap` it is one of many, and those of other devices may be others.
+        closes = call.frame.explicit and call.dst.is_scalar and not mapped
         loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages}
         self.copies = call.frame.in_mesh_order(loose) if closes else ()
         self.copy_count = call.frame.axis_size(self.copies)
@@ -363,8 +365,11 @@ def _extreme(name: str, x: Any, job: _Job) -> Any:
 
 
 def _primal_extreme(x: Any, name: str, dims: Dims, axes: Axes) -> Any:
-    local, collective = (jnp.max, _lax.pmax) if name == "max" else (jnp.min, _lax.pmin)
-    return collective(jax.lax.stop_gradient(local(x, axis=dims)), axes)
+    local, collective, most = (jnp.max, _lax.pmax, jnp.inf) if name == "max" else (jnp.min, _lax.pmin, -jnp.inf)
+    part = jax.lax.stop_gradient(local(x, axis=dims))
+    if jnp.issubdtype(x.dtype, jnp.inexact):  # a compiled maximum of devices may drop NaN, and no infinity
+        part = jnp.where(jnp.isnan(part), jnp.asarray(most, x.dtype), part)
+    return collective(part, axes)
 
 
 _global_extreme = jax.custom_jvp(_primal_extreme, nondiff_argnums=(1, 2, 3))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, overload
 
@@ -14,13 +15,14 @@ import numpy as np
 from jax import lax
 
 from spmd import _compat
+from spmd._jaxprs.lines import called_at, is_outside
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, To, open_call
 from spmd.comm._keywords import as_array, check_array
 from spmd.errors import Fix, LayoutError, MeshError, ModeError, SizeError
 from spmd.language import Atom, Dim, Layout, check_axes
-from spmd.modes import Frame, current_frame
+from spmd.modes import Frame, counting, current_frame
 from spmd.ops._reduce import placed, plain_dims
 
 # --- arrays made from a layout alone: `zeros`, `ones`, `full`, `iota` -------------------------------------------------
@@ -349,6 +351,10 @@ def offset(layout: str, /, **names: Any) -> jax.Array | int:
 def axis_size(axes: Axes) -> int:
     """The number of devices along a mesh axis, or along several together: `axis_size("tp")`.
 
+    In auto and reference mode arrays are whole, and the number is the same. A loop of so many rounds, or a division by
+    it, then computes something else than on devices, unless blocks are a dimension of the array, as in
+    `rearrange(x, "(c n)/a -> c/a n", c=axis_size("a"))`. Numbers that differ are an error there.
+
     Communication: none.
 
     Args:
@@ -370,7 +376,9 @@ def axis_size(axes: Axes) -> int:
       >>> print(count(0))
       8
     """
-    frame = current_frame("spmd.axis_size")
+    frame, lines = current_frame("spmd.axis_size"), counting.get()
+    if lines is not None and not frame.explicit and is_outside(sys._getframe(1).f_code.co_filename):
+        lines[called_at()] = None  # our own layers are the same in all modes
     return frame.axis_size(named_axes(axes, frame, f"axis_size({axes!r})"))
 
 

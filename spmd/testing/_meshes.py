@@ -8,7 +8,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -24,9 +24,10 @@ from spmd._jaxprs.traces import FlatProgram
 from spmd._jaxprs.walker import equations, opened
 from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
-from spmd.checker._arbiter import for_numbers
+from spmd.checker._arbiter import Trial, for_numbers
 from spmd.checker._arguments import drawn, smaller
 from spmd.checker._numbers import (
+    BLOCKS,
     Cause,
     Difference,
     advice_on,
@@ -40,11 +41,12 @@ from spmd.checker._numbers import (
 )
 from spmd.checker._primitives import NotSimulated
 from spmd.checker._simulator import Parted, held_number, simulate
+from spmd.checker._verdict import apart_text, counted_text
 from spmd.errors import LayoutError, MeshError, ReplicationError, SizeError, SpmdError
 from spmd.kernels._kernel import Kernel
 from spmd.kernels._plan import names_in
 from spmd.mesh import check_arguments_alive, make_mesh, mesh_for, no_mesh, resized, with_sizes
-from spmd.modes import mode
+from spmd.modes import Mode, counting, mode
 from spmd.testing._assertions import Mismatch
 
 _CALL = "assert_same_on_any_mesh(kernel, ...)"
@@ -107,7 +109,8 @@ def assert_same_on_any_mesh(
       **kwargs: Keyword arguments of the kernel; differentiated too.
 
     Raises:
-      Mismatch: Results or gradients differ, or the program fails on some mesh and not on the one given. The message
+      Mismatch: Results or gradients differ, or the program fails on some mesh and not on the one given; or results
+        are others in auto and reference mode, where a body counts devices and arrays are whole. The message
         names the result or the argument whose gradient differs, on which meshes, by how much, and if all numbers have
         one factor, which sizes of axes that is.
       ReplicationError: A collective that not all of its devices reach. It is found before anything runs.
@@ -172,6 +175,7 @@ def assert_same_on_any_mesh(
     found = {run.mesh: _differences(run, base, rtol, atol) for run in runs if run is not base}
     if any(found.values()):
         raise Mismatch("\n".join(_text(program, base.mesh, found, sizes)))
+    program.check_modes(base, rtol, atol)
 
 
 @dataclass(frozen=True)
@@ -232,7 +236,7 @@ class _Program:
             quiet = isinstance(self.kernel, Kernel) and self.kernel.signature.check != "error"
             abstract = with_sizes(mesh, {})
             with for_numbers(mesh.shape, collect=quiet), use_abstract_mesh(abstract):
-                return self._simulated(abstract)
+                return self._simulated(abstract, self.grad)
         except NotSimulated:
             raise
         except Exception as error:
@@ -247,6 +251,32 @@ class _Program:
             rule = f"{self.name} runs on the mesh given, and fails on {_shown(mesh)}."
             lines = [rule, f"{type(error).__name__}: {error}"]
             raise Mismatch("\n".join(lines + ([] if self.builds else [f"advice: {_BUILD}"]))) from error
+
+    def check_modes(self, base: _Run, rtol: Any, atol: float) -> None:
+        """Refuse a program that means something else in auto and reference mode than on all meshes.
+
+        A program that reference mode refuses is heard of where it is called.
+        """
+        lines, mesh = dict[str, None](), with_sizes(self.mesh, {})
+        token = counting.set(lines)
+
+        def simulated(mode: Mode) -> _Run:
+            with for_numbers(self.mesh.shape, mode), use_abstract_mesh(mesh):
+                return self._simulated(mesh, grad=False)
+
+        try:
+            run = simulated("reference")
+            base = base if base.dtype == _SIMULATED else replace(simulated("explicit"), mesh=base.mesh)
+        except Exception:
+            return
+        finally:
+            counting.reset(token)
+        result = replace(base, arrays={"result": base.arrays["result"]})
+        if found := _differences(run, result, rtol, atol):
+            trial = Trial(self.mesh.shape, apart=tuple(found), counted=tuple(lines))
+            rule = f"{self.name} means something else in auto and reference mode than on each mesh:"
+            got = "\n- ".join([rule, *apart_text(trial), counted_text(lines)])
+            raise Mismatch(f"{got}\nadvice: {BLOCKS}")
 
     def _is_traced_without_gradients(self, mesh: Any) -> bool:
         try:
@@ -264,9 +294,9 @@ class _Program:
         placed = [_placed(x, spec, mesh) for x, spec in zip(leaves, self.specs, strict=True)]
         return (_made(self.kernel, mesh), *jax.tree.unflatten(structure, placed))
 
-    def _simulated(self, mesh: Any) -> _Run:
+    def _simulated(self, mesh: Any, grad: bool) -> _Run:
         fn, (args, kwargs) = _made(self.kernel, mesh), self.given
-        program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
+        program, arrays = pulled(fn, args, kwargs, grad=grad, static=self.static)
         specs = {id(x): spec for x, spec in zip(jax.tree.leaves(self.given), self.specs, strict=True)}
         structs = jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, specs[id(x)])), arrays)
         flat = FlatProgram.of(program, *structs)

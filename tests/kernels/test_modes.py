@@ -1,13 +1,17 @@
 """Modes and mappings: what retraces, and what one body means under several."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import spmd
-from spmd.errors import CommunicationError, LayoutError
+from spmd.errors import CommunicationError, LayoutError, ModeError
 from spmd.inspect import collectives
+from spmd.testing import Mismatch, assert_same_on_any_mesh
+from tests.sampler import Sampler, seeds
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(4, 8)
 W = np.linspace(-2, 1, 128, dtype=np.float32).reshape(8, 16)
@@ -231,3 +235,105 @@ def test_a_step_under_another_ambient_mapping_places_anew(mesh):
     for rows, spec in (("dp", jax.P("dp")), (None, jax.P()), ("tp", jax.P("tp"))):
         with spmd.axis_mapping({"rows": rows, "cols": None}):
             assert placed(X).sharding.is_equivalent_to(jax.NamedSharding(mesh, spec), 2)
+
+
+# -------------------- bodies that count devices
+
+MEETS = {  # what a row makes of a block, how it is put together, and what that is on whole arrays
+    "sum": (lambda x, y: x * y.sum(0, keepdims=True), jnp.add, lambda x: x * x.sum(0)),
+    "max": (lambda x, y: 0 * x + y.max(0, keepdims=True), jnp.maximum, lambda x: 0 * x + x.max(0)),
+    "square": (lambda x, y: jnp.einsum("nm,km->nm", x, y**2), jnp.add, lambda x: x * (x**2).sum(0)),
+}
+
+
+def ring(pattern, what, turn, rounds, by):
+    """A block for each device, which all devices see one after another: a dimension of the array, or not."""
+    meet, join, _ = MEETS[what]
+    meet = jax.vmap(meet) if "c/a" in pattern else meet
+
+    def body(x):
+        n = spmd.axis_size("a")
+        x = spmd.rearrange(x, turn, c=n) if turn else x
+
+        def step(carry, _):
+            found, y = carry
+            y = spmd.shift(y, pattern, by)
+            return (join(found, meet(x, y)), y), None
+
+        first = meet(x, x)
+        if rounds == "all":  # the own block comes last
+            first = jnp.full_like(first, -jnp.inf if what == "max" else 0.0)
+        (out, _), _ = jax.lax.scan(step, (first, x), None, length=n if rounds == "all" else n - 1)
+        return spmd.rearrange(out, " -> ".join(turn.split(" -> ")[::-1])) if turn else out
+
+    return body
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+@pytest.mark.parametrize("seed", seeds(12))
+def test_a_ring_means_one_thing_or_is_refused(seed, blocks):
+    """With a dimension of blocks all modes are one program. Without it, whole arrays go round as often as blocks would,
+    which only a maximum forgives."""
+    sampler = Sampler(seed)
+    what, rounds, by = sampler.choice([*MEETS]), sampler.choice(["all", "others"]), sampler.choice([1, -1])
+    sizes = sampler.choice([{"a": 4}, {"a": 2, "b": 2}, {"b": 2, "a": 3}])
+    turn, pattern = ("(c l)/a m/b -> c/a l m/b", "[c/a] l m/b") if blocks else ("", "[n/a] m/b")
+    if "b" not in sizes:
+        turn, pattern = turn.replace("/b", ""), pattern.replace("/b", "")
+    whole = "n/a m/b" if "b" in sizes else "n/a m"
+    body = ring(pattern, what, turn, rounds, by)
+    kernel = spmd.kernel(f"{whole} -> {whole}", mesh=spmd.make_mesh(**sizes))(body)
+    x = sampler.array((12, 4), whole=False)
+    same = functools.partial(np.testing.assert_allclose, desired=MEETS[what][2](x), rtol=1e-4, atol=1e-4)
+    same(kernel(x))
+    if blocks or what == "max":
+        for mode in ("auto", "reference"):
+            same(getattr(kernel, mode)(x))
+        assert_same_on_any_mesh(kernel, x)
+        assert spmd.check(kernel, x).verdict.kind in ("proved", "tested")
+        return
+    for call in (kernel.auto, kernel.reference, jax.jit(kernel.reference), jax.grad(lambda x: kernel.auto(x).sum())):
+        with pytest.raises(ModeError, match=r"axis_size counts devices at tests/kernels/test_modes.py:\d+ \(ring"):
+            call(x)
+    with pytest.raises(Mismatch, match=r"means something else in auto and reference mode"):
+        assert_same_on_any_mesh(kernel, x)
+    for _ in range(2):  # what JAX has traced is not traced again, and the line is known all the same
+        told = spmd.check(kernel, x)
+        assert told.verdict.kind == "not tested" and not told
+        assert "counts devices at tests/kernels/test_modes.py:" in str(told) and "makes blocks a dimension" in str(told)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_mean_over_devices(mesh, blocks):
+    """By hand it divides by the number of devices, and on whole arrays there is one."""
+
+    @spmd.kernel("b/dp d -> d", mesh=mesh)
+    def mean(x):
+        if blocks:
+            return spmd.reduce(x, "b/dp d -> d", "mean")
+        return spmd.psum(x.mean(0), "d {U:dp} -> d") / spmd.axis_size("dp")
+
+    np.testing.assert_allclose(mean(X), X.mean(0), atol=1e-6)
+    if blocks:
+        np.testing.assert_allclose(mean.reference(X), X.mean(0), atol=1e-6)
+        return
+    with pytest.raises(ModeError, match="result: 2 times too small: the size of dp"):
+        mean.reference(X)
+    with spmd.mode("auto"), pytest.raises(ModeError, match="spmd.reduce"):
+        mean(X)
+
+
+def test_a_check_that_is_off_does_not_ask_what_modes_mean(mesh):
+    body = lambda x: spmd.psum(x.mean(0), "d {U:dp} -> d") / spmd.axis_size("dp")
+    kernel = spmd.kernel("b/dp d -> d", mesh=mesh, check="off")(body)
+    np.testing.assert_allclose(kernel.reference(X), X.mean(0) / 2, atol=1e-6)
+
+
+def test_layers_count_devices_and_are_believed(mesh):
+    """What a layer of ours asks is not asked for once more: its own tests compare the modes."""
+    traced = []
+    count = spmd.kernel("b/dp s/tp d, d f/tp -> b/dp s f/tp", mesh=mesh)(
+        lambda x, w: (traced.append(x.shape), spmd.nn.column_linear(x, w, tp="tp", sp="tp"))[1]
+    )
+    count.reference(np.ones((2, 4, 8), np.float32), W)
+    assert len(traced) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from unittest import mock
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 
 import spmd
 from spmd import nn
+from spmd.modes import MODES
 from tests.nn.dense import dense_result
 
 RNG = np.random.default_rng(5)
@@ -31,6 +33,38 @@ def test_a_query_that_sees_nothing_gets_zeros(implementation):
     assert not out[:, 2].any() and out[:, 1].all()
     for gradient in pull(jnp.ones_like(out)):
         assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_bias_hides_keys(masked):
+    """-inf in a bias is a softmax without these keys; a query that sees none is NaN, as in JAX, and zero by a mask."""
+    q, k, v = normal(2, 5, 4, 3), normal(2, 5, 4, 3), normal(2, 5, 4, 3)
+    hidden = RNG.random((4, 5, 5)) < 0.4
+    hidden[..., 0], hidden[1, 2] = False, True
+    bias = np.where(hidden, -np.inf, normal(4, 5, 5)).astype(np.float32)
+    mask = RNG.random((1, 4, 5, 5)) < 0.6 if masked else np.ones((1, 4, 5, 5), bool)
+    mask[:, :, 3] = not masked
+
+    def plain(q, k, v, bias, mask):
+        scores = jnp.einsum("bshk,bthk->bhst", q, k) / jnp.sqrt(jnp.float32(3)) + bias[None]
+        seen = jnp.broadcast_to(mask, scores.shape)
+        return jnp.einsum("bhst,bthk->bshk", jax.nn.softmax(scores, where=seen), v)
+
+    layouts = ("b/dp s h/tp k",) * 3 + ("h/tp s t", "1 h/tp s t")
+    kernel = spmd.kernel(in_layouts=layouts, out_layouts="b/dp s h/tp k", mesh=spmd.make_mesh(dp=2, tp=2))(
+        lambda q, k, v, bias, mask: nn.dot_product_attention(q, k, v, bias=bias, mask=mask if masked else None, tp="tp")
+    )
+
+    def both(fn, *args):
+        out, pull = jax.vjp(lambda *args: fn(*args, mask), *args)
+        return out, *pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    wanted = jax.jit(functools.partial(both, plain))(q, k, v, bias)
+    assert np.isnan(wanted[0]).any() and np.isfinite(wanted[0]).any()
+    for mode in MODES:
+        found = jax.jit(functools.partial(both, getattr(kernel, mode)))(q, k, v, bias)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_program_for_cudnn_can_be_planned_and_tested_without_a_gpu():

@@ -1,8 +1,11 @@
 """Losses: what goes wrong silently elsewhere, each beside its wrong formula, and options."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -13,7 +16,7 @@ from spmd.modes import MODES
 from spmd.testing import assert_same_on_any_mesh
 from tests.nn.cases_loss import plain_cross_entropy
 from tests.nn.harness import MESH, mapped, normal
-from tests.sampler import rare, share
+from tests.sampler import ROWS, Sampler, rare, seeds, share
 
 # -------------------- the known traps
 
@@ -136,6 +139,86 @@ def test_a_label_outside_the_vocabulary_is_heard_of():
         assert np.isnan(loss_of(LOGITS, labels)[0])
         each, _ = loss_of(LOGITS, labels, reduction="none")
         assert np.isnan(each).sum() == 1 and np.isnan(each[2, 3])
+
+
+def by_optax(logits, labels, smoothing=0.0, z_loss=0.0):
+    """The loss of each token."""
+    logits = logits.astype(jnp.float32)
+    if not smoothing:
+        losses = optax.losses.softmax_cross_entropy_with_integer_labels(logits, labels)
+    else:
+        target = optax.losses.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), smoothing)
+        losses = optax.losses.softmax_cross_entropy(logits, target)
+    return losses + (z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2 if z_loss else 0)
+
+
+def in_each_mode(kernel, fn, *args):
+    """The values and the first gradient of a kernel in each mode, and those of a function."""
+    for one in (*(getattr(kernel, mode) for mode in MODES), fn):
+        yield jax.tree.map(np.asarray, jax.jit(functools.partial(with_gradient, one))(*args))
+
+
+def with_gradient(fn, x, *args):
+    *args, cotangent = args
+    value, pull = jax.vjp(lambda x: fn(x, *args), x)
+    return value, pull(cotangent)[0]
+
+
+@pytest.mark.parametrize("seed", seeds())
+def test_masked_scores_have_the_loss_of_optax(seed):
+    """A score of -inf takes its token out. A row of nothing else is NaN, as there."""
+    sampler = Sampler(seed)
+    tp = sampler.choice(["tp", None, ("tp", "dp")])
+    smoothing, z_loss = sampler.choice([0.0, 0.1]), sampler.choice([0.0, 1e-2])
+    dtype = sampler.choice([jnp.float32, jnp.bfloat16])
+    logits, labels = sampler.scores(16)
+    logits, cotangent = logits.astype(dtype), 1 + np.arange(len(ROWS), dtype=np.float32)
+
+    @spmd.kernel("b v/tp, b -> b", axes={"tp": tp}, mesh=MESH)
+    def loss(logits, labels):
+        options = {"label_smoothing": smoothing, "z_loss": z_loss, "reduction": "none"}
+        return nn.cross_entropy(logits, labels, tp="tp", **options)
+
+    truth = functools.partial(by_optax, smoothing=smoothing, z_loss=z_loss)
+    *found, wanted = in_each_mode(loss, truth, logits, labels, cotangent)
+    assert np.isfinite(wanted[0]).sum() >= (1 if smoothing else 4), "what is compared has numbers"
+    told = slice(len(ROWS) - 1 if smoothing or z_loss else None)  # the last row's loss is infinite for several reasons
+    for value, gradient in found:
+        np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+        both = (x[told].astype(np.float32) for x in (gradient, wanted[1]))
+        np.testing.assert_allclose(*both, rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+def test_masked_tokens_in_chunks_have_the_loss_of_optax(seed):
+    """Scores of -inf come from the table here: the row of a token that is banned."""
+    sampler = Sampler(seed)
+    x, table = np.abs(sampler.array((2, 6, 4), whole=False)) + 0.1, sampler.array((8, 4), whole=False)
+    table[sampler.choice([[6, 7], [1, 2, 5]])] = -np.inf
+    labels = sampler.rng.choice([0, 3, 4], size=(2, 6)).astype(np.int32)
+
+    @spmd.kernel("v/tp d, b/dp s/tp d, b/dp s -> b/dp s", mesh=spmd.make_mesh(dp=2, tp=2))
+    def loss(table, x, labels):
+        return nn.linear_cross_entropy(x, table, labels, chunks=3, reduction="none", tp="tp", sp="tp", dp="dp")
+
+    truth = lambda table, x, labels: by_optax(jnp.einsum("bsd,vd->bsv", x, table), labels)
+    *found, wanted = in_each_mode(loss, truth, table, x, labels, 1 + np.arange(12, dtype=np.float32).reshape(2, 6))
+    for pair in found:
+        for one, other in zip(pair, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("given", ["mask", "ignore"])
+def test_what_a_token_that_does_not_count_has_for_scores_is_the_same(given):
+    """A row of padding is NaN or all masked: its loss and its gradient are zero, and those of the others stay."""
+    logits = np.where(UNEVEN[..., None], LOGITS, np.array([np.nan, -np.inf])[np.arange(24).reshape(4, 6, 1) % 2])
+    if given == "ignore":
+        value, gradient = loss_of(logits.astype(np.float32), np.where(UNEVEN, LABELS, -100), ignore=-100)
+    else:
+        value, gradient = loss_of(logits.astype(np.float32), LABELS, UNEVEN)
+    np.testing.assert_allclose(value, plain_cross_entropy(LOGITS, LABELS, UNEVEN), rtol=1e-6)
+    wanted = jax.grad(lambda x: plain_cross_entropy(x, LABELS, UNEVEN))(LOGITS)
+    np.testing.assert_allclose(gradient, np.where(UNEVEN[..., None], wanted, 0), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64"])

@@ -10,7 +10,7 @@ import pytest
 from spmd.modes import MODES
 from spmd.ops import argmax, argmin, argsort, cumsum, reduce, softmax
 from tests.ops.harness import backward_counts, close, counts, mapped_and_scanned, pulled, run
-from tests.sampler import Sampler, mixed, rare, share
+from tests.sampler import Sampler, mixed, rare, seeds, share
 
 MESH = {"dp": 2, "tp": 4}
 
@@ -71,6 +71,27 @@ def test_softmax_of_large_values_and_in_all_modes() -> None:
     x = jnp.asarray([[1e4, 0, 1e4, 0, 0, 0, 0, 1e4], [-jnp.inf] * 7 + [1.0]])
     for mode in MODES:
         close(run(lambda x: softmax(x, "b [k/tp]"), MESH, ["b k/tp"], "b k/tp", mode)(x), jax.nn.softmax(x))
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_softmax_of_masked_rows_is_that_of_jax(seed: int) -> None:
+    """Rows with -inf, of nothing else, and with NaN; with and without a mask, whose elements take no part."""
+    sampler = Sampler(seed)
+    layout = sampler.choice(["b [k]", "b [k/tp]", "b [k/tp/dp]", "[b] [k/dp]"])
+    x, _ = sampler.scores(8)
+    mask = sampler.choice([None, sampler.rng.random(x.shape) < 0.5])
+    dtype = sampler.choice([jnp.float32, jnp.bfloat16])
+    x, weights = x.astype(dtype), np.cos(np.arange(x.size)).reshape(x.shape).astype(dtype)
+    if "[b]" in layout:  # all rows are one
+        x, weights, mask = x[:1], weights[:1], None if mask is None else mask[:1]
+    dims = (0, 1) if "[b]" in layout else 1
+    wanted = pulled(lambda x: jax.nn.softmax(x, dims, where=mask), x, by=weights)
+    plain = layout.replace("[", "").replace("]", "")
+    given = [x] if mask is None else [x, mask]
+    body = lambda x, *mask: softmax(x, layout, where=mask[0] if mask else None)
+    for mode in MODES:
+        found = pulled(run(body, MESH, [plain] * len(given), plain, mode), *given, by=weights)
+        jax.tree.map(lambda a, b: close(a, b, 1e-5 if dtype == jnp.float32 else 2e-2), found, wanted)
 
 
 # --- argmax -------------------------------------------------------------------------------------------------

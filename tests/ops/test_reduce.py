@@ -82,6 +82,28 @@ def _gone(inputs: str, output: str) -> tuple[int, ...]:
     return tuple(range(len(simulator.read(output).names), len(simulator.read(inputs).names)))
 
 
+@pytest.mark.parametrize("op", ["sum", "mean", "max", "min", "prod", "logsumexp"])
+@pytest.mark.parametrize("seed", seeds(6))
+def test_rows_with_infinities_and_nans_are_those_of_jnp(seed: int, op: str) -> None:
+    """But a NaN among devices is an infinity in a maximum, because a compiled maximum of devices drops it."""
+    sampler = Sampler(seed)
+    left = sampler.choice(["b s", "b s/tp", "b/dp s/tp", "b s/tp/dp"])
+    right = left.split()[0]
+    x, _ = sampler.scores(8)
+    x, weights = x.astype(sampler.dtype(kinds="f")), 1 + np.arange(len(x))
+    plain = lambda x: jax.nn.logsumexp(x, axis=1) if op == "logsumexp" else getattr(jnp, op)(x, axis=1)
+    value, (gradient,) = pulled(plain, x, by=weights)
+    for mode in ("explicit", "reference"):
+        fn = run(lambda x: reduce(x, f"{left} -> {right}", op), MESH, [left], right, mode)
+        found, (moved,) = pulled(fn, x, by=weights)
+        told = np.ones(len(x), bool)
+        if op in ("max", "min") and mode == "explicit" and "s/" in left:
+            told = ~np.isnan(x.astype(np.float32)).any(1)
+            assert not np.isfinite(found.astype(np.float32)[~told]).any() and not (moved[~told] > 0).any()
+        for a, b in ((found, value), (moved, gradient)):
+            close(np.asarray(a)[told], np.asarray(b)[told], 1e-5 if x.dtype == np.float32 else 5e-2)
+
+
 # --- maxima -------------------------------------------------------------------------------------------------
 
 
