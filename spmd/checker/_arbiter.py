@@ -454,7 +454,7 @@ class _Program:
         if not whole or any(map(per_shard_reason, equations(ours))):
             return trial
         with contextlib.suppress(NotSimulated):
-            plain, nudged = (self._run(self.draws[0][-1], grad=False, nudged=one) for one in (False, True))
+            plain, nudged = (self._run(self.turns[0].draws[-1], grad=False, nudged=one) for one in (False, True))
             found = plain(whole).outs
             differences = self._differences(form, found, plain(ours).outs)
             if differences and not self._are_rounding(differences, form, nudged(whole).outs, found):
