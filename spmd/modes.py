@@ -53,7 +53,7 @@ interpreted = Ambient("interpreted", False)  # whether a trace is for numbers, w
 counting: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar("counting", default=None)
 """The lines of a body on whole arrays that ask how many devices there are, while somebody wants to know."""
 closings: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("closings", default=None)
-"""The axes that calls close and do not name, as they are traced in a body."""
+"""The calls of a body that close axes which they do not name, as they are traced."""
 _frame = jax.make_user_context(None)
 _entered: weakref.WeakValueDictionary[tuple[Any, ...], Frame] = weakref.WeakValueDictionary()
 _met: set[str] = set()  # of any kernel: a function that JAX has traced before is not run again, and meets nothing
@@ -75,6 +75,7 @@ class Frame:
       watched: Keywords of the kernel that its signature does not name: only a string of the body can mean them.
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
       invarying: The calls that gather `to="invarying"` though the user did not say so: see `place`.
+      rows: The calls that close rows of a loop or of `jax.vmap`, which are therefore left open: see `place`.
       stages: Mesh axes along which `jax.vmap` hides a divided dimension: arrays there are not copies of each other.
       left: Mesh axes that the kernel leaves to the compiler; `sizes` does not have them.
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
@@ -94,6 +95,7 @@ class Frame:
     watched: frozenset[str] = frozenset()
     diagnosing: bool = False
     invarying: frozenset[Any] = frozenset()
+    rows: frozenset[Any] = frozenset()
     stages: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     explicit: bool = field(init=False, repr=False)

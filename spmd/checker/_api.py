@@ -294,11 +294,11 @@ def check_body(
     _report(kernel, walk, how, ask, apart)
 
 
-def closed_rows(closed_jaxpr: Any, mesh_axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes that divide the rows of a loop or of `vmap`, where a call closes them: the rows would be mixed."""
+def closed_rows(closed_jaxpr: Any, mesh_axes: tuple[str, ...]) -> frozenset[Any]:
+    """The calls that would mix rows of different devices: they close axes that divide what a loop or `vmap` goes over."""
     walk = Dataflow("", mesh_axes)
     walk_closed(walk, closed_jaxpr)
-    return tuple(axis for axis in mesh_axes if axis in walk.rows)
+    return frozenset(walk.rows)
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ def layout_marker(walk: Engine, eqn: Equation, operands: Sequence[State]) -> lis
         differs = [axis for axis in walk.tracked(closes) if axis in state.axes and axis in walk.checked]
         if differs and not walk.silent(eqn):
             walk.note(eqn, "closed", report.closed_while_different(walk, eqn, differs))
-            walk.rows.update(axis for axis in differs if report.is_row(walk, eqn, axis))
+            walk.rows |= {eqn.params["place"]} if any(report.is_row(walk, eqn, axis) for axis in differs) else set()
         return [state]
     claim = claim_of(layout)
     places = claim.at(len(state.dims), eqn.params.get("mapped", ()))

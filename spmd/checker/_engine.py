@@ -80,7 +80,7 @@ class Engine(Domain):
       outputs: The output states of each body, with its shard_map equation.
       about: The equation that each finding is about.
       weaker: Findings that others explain, if those are right.
-      rows: The axes that divide rows of a loop or of `vmap`, where a call closes them.
+      rows: The calls that close axes which divide the rows of a loop or of `vmap`.
     """
 
     rules: Mapping[str, Rule] = {}
@@ -116,7 +116,7 @@ class Engine(Domain):
         self._blamed: dict[Any, Finding] = {}
         self.about: dict[Finding, Equation] = {}
         self.weaker: list[Finding] = []
-        self.rows: set[str] = set()
+        self.rows: set[Any] = set()
 
     # --- what messages ask -----------------------------------------------------------------------------------
 

@@ -724,13 +724,18 @@ class Call:
 
     # --- results ------------------------------------------------------------------------------------------
 
-    def closing(self, x: Any, layout: Layout, axes: tuple[str, ...]) -> None:
-        """Note that the result is made equal along axes which the string does not name. The check after the trace
-        refuses it where it does not know that `x` is equal there: before its own layout was said, which is believed."""
-        if axes:
-            layout_p.bind(x, layout=layout, call=self.text, role="closed", closes=axes)
-            if (known := closings.get()) is not None:
-                known.append(axes)
+    def closing(self, x: Any, layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """The axes along which the result is made equal, of these, which the string does not name.
+
+        The check after the trace refuses it where it does not know that `x` is equal there: before its own layout was
+        said, which is believed. Rows stay open, which differ there: those under `vmap`, and those of a known loop.
+        """
+        if not axes or _compat.mapped(x)[1] or (where := place()) in self.frame.rows:
+            return ()
+        layout_p.bind(x, layout=layout, call=self.text, role="closed", closes=axes, place=where)
+        if (known := closings.get()) is not None:
+            known.append(where)
+        return axes
 
     def factor(self, atom: Atom) -> Factor:
         """The factor that an atom of the right side stands for."""

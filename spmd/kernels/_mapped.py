@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching
 
@@ -36,8 +37,11 @@ def divided(fn: Callable[..., Any], leaves: Sequence[Any], axes: tuple[str, ...]
     if size % math.prod(sizes[axis] for axis in axes):
         return None
     lifted = [_lift.bind(leaf, token, size=size, whole=False) for leaf in leaves]
-    places = [0 if y.ndim > leaf.ndim else None for y, leaf in zip(lifted, leaves, strict=True)]
-    out = jax.vmap(fn, (places,), spmd_axis_name=axes)(lifted)
+    places = [0 if np.ndim(y) > np.ndim(leaf) else None for y, leaf in zip(lifted, leaves, strict=True)]
+    try:
+        out = jax.vmap(fn, (places,), spmd_axis_name=axes)(lifted)
+    except ValueError:  # the user's own vmap has told JAX these axes; or the call is wrong, and says so once more
+        return None
     return jax.tree.map(lambda y: _lower.bind(y, token, size=size), out)
 
 

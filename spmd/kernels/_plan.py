@@ -355,14 +355,15 @@ class Plan:
             return self.outputs.build(outs)
 
     def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any]) -> Any:
-        """The results of a body with a call that closes axes. Those that divide the rows of a loop or of `vmap` are
+        """The results of a body with calls that close axes. Where these divide the rows of a loop or of `vmap`, they
+        are left open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
         left open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
         run = self.jit(self.mapped(frame, specs), inline=True)
         with no_mesh():
             rows = closed_rows(run.trace(*leaves).jaxpr, tuple(self.sizes))
             try:
                 if rows:
-                    return self.jit(self.mapped(frame.replace(stages=rows), specs), inline=True)(*leaves)
+                    return self.jit(self.mapped(frame.replace(rows=rows), specs), inline=True)(*leaves)
             except (Unequal, SpmdError) as error:
                 if carried_axes(error):  # which says how the carry starts, and mends the loop
                     raise

@@ -282,8 +282,10 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     landing = land(call, have, partial, right, linear=op in LINEAR)
     if op in ("max", "min") and jnp.issubdtype(operand.x.dtype, jnp.complexfloating):
         call.fail(f"{op} needs numbers that are ordered, and the array is {operand.x.dtype}.")
-    job = _Job(call, operand, right, landing, mapped=bool(_compat.mapped(x)[1]))
-    call.closing(x, call.src, job.copies)
+    # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal.
+    closes = call.frame.explicit and call.dst.is_scalar
+    loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages} if closes else ()
+    job = _Job(call, operand, right, landing, call.closing(x, call.src, call.frame.in_mesh_order(loose)))
     with call.scope():
         out = RUN[op](operand.x, job)
     return call.result(out)
@@ -298,7 +300,7 @@ _SQUARES = 'two means: m = reduce(x, "...", "mean"), and that of (x - m) ** 2, w
 class _Job:
     """The work: the array axes to reduce, the order of the rest, and what becomes of the mesh axes."""
 
-    def __init__(self, call: Call, operand: Operand, right: list[str], landing: Landing, mapped: bool):
+    def __init__(self, call: Call, operand: Operand, right: list[str], landing: Landing, copies: tuple[str, ...]):
         self.frame, self.landing = call.frame, landing
         self.dims = tuple(i for i, name in enumerate(operand.names) if name not in right)
         kept = [name for name in operand.names if name in right]
@@ -306,11 +308,7 @@ class _Job:
         count = math.prod(operand.factors[i].size for i in self.dims)
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
         self.axes = call.frame.in_mesh_order(landing.all_axes)
-        # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal. Under
-        # `vmap` it is one of many, and those of other devices may be others.
-        closes = call.frame.explicit and call.dst.is_scalar and not mapped
-        loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages}
-        self.copies = call.frame.in_mesh_order(loose) if closes else ()
+        self.copies = copies
         self.copy_count = call.frame.axis_size(self.copies)
         self.every = (*self.axes, *self.copies)
 

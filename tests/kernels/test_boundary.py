@@ -95,29 +95,35 @@ def test_boundary_error_inside_jit_sees_what_the_type_says(kind):
         np.testing.assert_array_equal(step(put("dp")), 2 * X)
 
 
-def test_vmap_says_that_it_gathers_what_it_maps():
-    """Where JAX shows it; `spmd_axis_name` keeps it divided."""
+def test_vmap_keeps_what_it_maps():
+    """Where arrays show how they lie; `spmd_axis_name` says it anywhere."""
     mesh = mesh_of((A, A))
     double, strict = (
         spmd.kernel("d/tp -> d/tp", mesh=mesh, boundary=boundary)(lambda x: 2 * x) for boundary in ("move", "error")
     )
     x = jax.device_put(X, NamedSharding(mesh, P("dp", "tp")))
-    fix = r'mapped dimension is divided over dp\nfix: jax.vmap\(fn, spmd_axis_name="dp"\)'
     jax.vmap(double.auto)(x), jax.vmap(double.reference)(x)  # one keeps it, the other has one device
-    for fn in (jax.vmap(double), jax.vmap(jax.grad(lambda x: (double(x) ** 2).sum()))):
-        with pytest.warns(spmd.errors.VmapWarning, match=fix) as caught:
-            fn(x)
-        assert caught[0].filename == __file__
-    with pytest.raises(PlacementError, match=fix):
-        jax.vmap(strict)(x)
     with pytest.raises(PlacementError, match='wanted "d/tp"'):
         jax.vmap(strict, in_axes=1)(x)
     for kernel in (double, strict):
         run = jax.vmap(kernel, spmd_axis_name="dp")
-        assert run(x).sharding.spec == P("dp", "tp") and not collectives(jax.jit(run), x).counts
-        np.testing.assert_array_equal(run(x), 2 * X)
+        assert not collectives(jax.jit(run), x).counts
+        for how in (run, jax.vmap(kernel)):
+            assert how(x).sharding.spec == P("dp", "tp")
+            np.testing.assert_array_equal(how(x), 2 * X)
     whole = jax.device_put(X, NamedSharding(mesh, P(None, "tp")))
     np.testing.assert_array_equal(jax.vmap(strict)(whole), 2 * X)  # nothing to gather
+
+
+def test_vmap_says_that_it_gathers_what_it_maps():
+    """Where another vmap is around it, JAX does not take the axes of one."""
+    mesh = mesh_of((A, A))
+    double = spmd.kernel("d/tp -> d/tp", mesh=mesh)(lambda x: 2 * x)
+    x = jax.device_put(np.stack([X, X]), NamedSharding(mesh, P(None, "dp", "tp")))
+    advice = r'mapped dimension is divided over dp\nadvice: jax.vmap\(fn, spmd_axis_name="dp"\), and the innermost'
+    with pytest.warns(spmd.errors.VmapWarning, match=advice) as caught:
+        jax.vmap(jax.vmap(double))(x)
+    assert caught[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", [A, E])
