@@ -166,6 +166,7 @@ class Called:
     origin: tuple[str, Where | None] = field(default=("", None), compare=False)
 
 
+_NOTES = ("spmd_layout", "spmd_assert_equal", "spmd_order")
 _MIXED: Any = (Called("", -1),)  # two names met: neither is wrong
 
 
@@ -234,8 +235,8 @@ class Misnamed(Names):
         return outs
 
     def step(self, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
-        entry, outs = TABLE.get(eqn.primitive.name), super().step(eqn, operands)
-        if entry is not None and entry.says in ("elementwise", "permuted"):
+        name, outs = eqn.primitive.name, super().step(eqn, operands)
+        if name in _NOTES or (name in TABLE and TABLE[name].says in ("elementwise", "permuted")):
             return outs
         since = lambda label: tuple(replace(one, same=False) for one in label) if label is not _MIXED else label
         return [tuple(map(since, labels)) for labels in outs]
@@ -258,7 +259,12 @@ class Misnamed(Names):
                 continue
             [have] = out[place] if len(out[place]) == 1 else [None]
             ours = have is not None and have.kernel == self.here and have.name in sizes
+<<<<<<< HEAD
             if have is None or not ours or sizes[have.name].size != sizes[name].size:  # a dimension of another length
+=======
+            made = eqn.params["role"] in ("made", "created")
+            if made or not ours or sizes[have.name].size != sizes[name].size:  # another dimension, of another length
+>>>>>>> names
                 out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
             elif have.name != name:
                 wrong[i], out[place] = have, _MIXED

@@ -780,6 +780,8 @@ class Call:
         # A reshape does not show which dimension an axis divides, if some have one element on a device.
         closed = [dim for one in self.pattern.layouts for dim in one.dims if dim.composite and dim.axes]
         due = bool(closed) and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
+        if self.frame.alike and not {*layout.names} <= {name for one in self.pattern.inputs for name in one.names}:
+            x = named(x, layout, self.text, role="made", frame=self.frame)
         return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=due)
 
     def _closed(self, x: Any, layout: Layout, shape: tuple[int, ...]) -> Any:

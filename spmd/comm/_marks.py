@@ -122,13 +122,13 @@ def named(x: Any, layout: Layout, text: str, *, role: str, frame: Frame, name: s
     """Leave on a value what a string calls its dimensions, if some names have one size: a note for the checks.
 
     Where sizes differ, they tell what a dimension is. The checks follow names from the signature on, and a result
-    needs no note.
+    needs no note, unless it has names that no operand has.
 
     Args:
       x: The value.
       layout: Its layout.
       text: The call, for messages.
-      role: As for `mark`.
+      role: As for `mark`, or "made": it has these names from here on.
       frame: The frame of the call.
       name: As for `mark`.
     """

@@ -373,20 +373,21 @@ class Writer:
     def dot(self, op: Any) -> None:
         x, w = self.array(op.operands[0]), self.array(op.operands[1])
         numbers = {name: numbers_of(op, "dot_dimension_numbers", name) for name in _NUMBERS}
-        right = list(w.names)
-        taken = set(x.names)
+        left, right = list(x.names), list(w.names)
         both = [*zip(numbers["lhs_contracting_dimensions"], numbers["rhs_contracting_dimensions"], strict=True)]
         both += zip(numbers["lhs_batching_dimensions"], numbers["rhs_batching_dimensions"], strict=True)
-        shared = {r: x.names[left] for left, r in both}
+        for i, j in both:  # a dimension with two names in the signature is neither of these
+            left[i] = left[i] if left[i] == right[j] else self.named(self.sizes[left[i]])
+        shared, taken = {j: left[i] for i, j in both}, {*x.names, *left}
         for d, name in enumerate(right):
             free = name if name not in taken else ""
             right[d] = shared.get(d) or free or self.named(self.sizes[name])
-        batch = [x.names[d] for d in numbers["lhs_batching_dimensions"]]
-        gone = [x.names[d] for d in numbers["lhs_contracting_dimensions"]]
-        rest = [name for name in (*x.names, *right) if name not in (*batch, *gone)]
+        batch = [left[d] for d in numbers["lhs_batching_dimensions"]]
+        gone = [left[d] for d in numbers["lhs_contracting_dimensions"]]
+        rest = [name for name in (*left, *right) if name not in (*batch, *gone)]
         names = (*batch, *dict.fromkeys(rest))
         lost = [axis for d in numbers["lhs_contracting_dimensions"] for axis in x.place.dims[d]]
-        operands = f"{self.layout(x.names, x.place)}, {self.layout(tuple(right), w.place)}"
+        operands = f"{self.layout(tuple(left), x.place)}, {self.layout(tuple(right), w.place)}"
         result = self.layout(names, Place(self.place(op.results[0]).dims))
         start = f"spmd.einsum({bare(x.text)}, {bare(w.text)}, "
         end = f"{self.options(op)})"

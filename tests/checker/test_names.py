@@ -233,6 +233,13 @@ def turned(x: Any) -> Any:
     return spmd.rearrange(spmd.annotate(x, "d b"), "d b -> b d")
 
 
+def filtered(u: Any, weights: Any) -> Any:
+    """The names of a spectrum are those of a filter, and it is as long as the field."""
+    spectrum = spmd.fft.fft(u, "x/dp y -> kx ky/dp")
+    spectrum = spectrum * spmd.split(weights, "kx ky -> kx ky/dp").astype(spectrum.dtype)
+    return spmd.fft.ifft(jnp.conj(spectrum), "kx ky/dp -> x/dp y").real
+
+
 inner = spmd.kernel("d b -> d b", mesh=MESH)(lambda x: spmd.annotate(x * 2, "d b"))
 
 
@@ -264,6 +271,8 @@ RIGHT = {
         "b d, l d f, f -> b d", lambda x, w, bias: lax.scan(lambda h, w: (jnp.tanh(h @ w + bias[None]), None), x, w)[0]
     ),
     "such layers one by one": Program("b d, d f -> b", lambda x, w: spmd.reduce(jnp.tanh(x @ w) @ w, "b d -> b")),
+    "a transform that renames": Program("x/dp y, kx ky -> x/dp y", filtered),
+    "positions": Program("b d -> d b", lambda x: x.T * spmd.iota("d").astype("float32")[:, None]),
     "a product of both sides": Program("b d, d b -> b f", lambda x, w: x @ w),
 }
 
@@ -274,13 +283,30 @@ def test_a_right_program_is_silent(name, mode):
     RIGHT[name].trace(mode)
 
 
-def test_what_is_not_traced_at_other_sizes_may_be_meant():
-    """Its inverse needs a square matrix, so no sizes tell whether the string means what it says."""
-    program = Program("n m -> n", lambda x: jnp.linalg.inv(x)[0] + spmd.reduce(x, "m n -> n"))
-    with pytest.warns(UserWarning, match='(?s)"m n" is what the string calls.*body fails.*It may be meant'):
+UNDECIDED = {
+    "an inverse needs a square matrix": Program(
+        "n m -> n", lambda x: jnp.linalg.inv(x)[0] + spmd.reduce(x, "m n -> n"), "m n", "n m"
+    ),
+    "a spectrum is as long as its field": Program(
+        "x/dp y, kx ky -> kx/dp ky", lambda u, f: spmd.fft.fft(u, "x/dp y -> kx ky/dp").real.T, "kx/dp ky", "ky/dp kx"
+    ),
+    "an array of one size": Program(
+        "b d -> d", lambda x: (x + CLOSED).mean() * spmd.reduce(x, "d b -> d"), "d b", "b d"
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_is_not_traced_at_other_sizes_may_be_meant(name, mode):
+    program = UNDECIDED[name]
+    with spmd.mode(mode), pytest.warns(UserWarning, match="(?s)is what the string calls.*body fails.*It may be meant"):
         program.kernel().trace(*program.structs())
     [finding] = spmd.check(program.kernel(), *program.structs())
     assert (finding.kind, finding.certain) == ("name", False)
+    assert (
+        f'"{program.said}" is what the string calls the dimensions, and they came as "{program.came}"' in finding.rule
+    )
 
 
 def test_check_says_what_becomes_of_a_finding():
