@@ -259,12 +259,8 @@ class Misnamed(Names):
                 continue
             [have] = out[place] if len(out[place]) == 1 else [None]
             ours = have is not None and have.kernel == self.here and have.name in sizes
-<<<<<<< HEAD
-            if have is None or not ours or sizes[have.name].size != sizes[name].size:  # a dimension of another length
-=======
-            made = eqn.params["role"] in ("made", "created")
-            if made or not ours or sizes[have.name].size != sizes[name].size:  # another dimension, of another length
->>>>>>> names
+            new = have is None or not ours or eqn.params["role"] in ("made", "created")
+            if have is None or new or sizes[have.name].size != sizes[name].size:  # a dimension of another length
                 out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
             elif have.name != name:
                 wrong[i], out[place] = have, _MIXED
