@@ -300,9 +300,10 @@ class Reader:
         self._asking: dict[Any, list[tuple[Any, Any]]] = {}
         for eqn in equations:
             sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-            if eqn.primitive.name in _ASKED and isinstance(eqn.invars[0], Var):
-                dims = of_sharding(sharding, len(shape_of(eqn.invars[0])), sizes)
-                self._asking.setdefault(eqn.invars[0], []).append((eqn, dims))
+            for var in eqn.invars[:1] if eqn.primitive.name in _ASKED else ():  # a shard_map may have none
+                if isinstance(var, Var):
+                    dims = of_sharding(sharding, len(shape_of(var)), sizes)
+                    self._asking.setdefault(var, []).append((eqn, dims))
 
     def move(self, raw: RawMove) -> Move:
         eqns = [self._equations[i] for i in raw.user or raw.maker]
