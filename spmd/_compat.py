@@ -118,10 +118,16 @@ def unreduced_type(aval: Any) -> frozenset[str]:
     return _axes_of(aval, "unreduced")
 
 
+def type_mesh(atom: Any) -> Any:
+    """The mesh in the type of a variable, or None."""
+    mesh = getattr(getattr(atom.aval, "sharding", None), "mesh", None)
+    return None if mesh is None or mesh.empty else mesh
+
+
 def is_typed(atom: Any) -> bool:
     """Return whether the type of a variable says how it lies along some axis that is Explicit."""
-    mesh = getattr(getattr(atom.aval, "sharding", None), "mesh", None)
-    return mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
+    mesh = type_mesh(atom)
+    return mesh is not None and AxisType.Explicit in mesh.axis_types
 
 
 def partitions(spec: jax.sharding.PartitionSpec, rank: int = 0) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from spmd._compat import is_typed
 from spmd._jaxprs.lines import is_transposed, line_of, short_line
@@ -233,7 +233,9 @@ def _said(plan: Plan, ask: _Ask, sent: int) -> Constraint:
         *callers, eqn = (plan.traced.equations[i] for i in ask.number)
         name, line = "x", short_line(line_of(eqn, callers))
         value = f"what {eqn.params.get('name', eqn.primitive.name)} gives" + (f" at {line}" if line else "")
-    text = f'jax.lax.with_sharding_constraint({name}, spmd.Layout("{layout}").sharding(mesh))'
+    # inside of `auto_axes` the mesh has the types of another one
+    how = "spec" if AxisType.Explicit in plan.traced.mesh.axis_types else "sharding(mesh)"
+    text = f'jax.lax.with_sharding_constraint({name}, spmd.Layout("{layout}").{how})'
     return Constraint(layout, value, text, sent, ask)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -368,8 +369,9 @@ class Traced:
 
     def module(self, asks: Asks = _NOTHING_ASKED) -> Any:
         """The module of the program after propagation, with constraints."""
-        self.equations = []
-        fn = jex.jaxpr_as_fun(_Numbering(self.equations, asks).closed(self.jaxpr))
+        equations: list[Any] = []
+        fn = jex.jaxpr_as_fun(_Numbering(equations, asks).closed(self.jaxpr))
+        self.equations = equations  # all of them, or those of before: a constraint may not fit
         asked = asks.get(None, {})
 
         def program(*given: Any) -> Any:
@@ -450,9 +452,12 @@ class _Numbering:
         """The equation, and a constraint behind each result that is asked for one."""
         outs, more = list(eqn.outvars), []
         for i, sharding in asked.items():
-            put = jax.make_jaxpr(lambda x, s=sharding: jax.lax.with_sharding_constraint(x, s))(
-                _struct(outs[i].aval, None)
-            )
+            mesh = _compat.type_mesh(outs[i])  # inside of `auto_axes` another one than around it
+            sharding = sharding if mesh is None else NamedSharding(mesh, sharding.spec)
+            with contextlib.nullcontext() if mesh is None else jax.sharding.use_abstract_mesh(mesh):
+                put = jax.make_jaxpr(lambda x, s=sharding: jax.lax.with_sharding_constraint(x, s))(
+                    _struct(outs[i].aval, None)
+                )
             body = opened(put)[0]
             [constraint] = body.eqns
             more.append(_compat.in_scope(constraint, "asked", constraint.params).replace(outvars=[outs[i]]))
