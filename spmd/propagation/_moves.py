@@ -303,10 +303,10 @@ class Reader:
         self._asking: dict[Any, list[tuple[Any, Any]]] = {}
         for eqn in equations:
             sharding = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
-<<<<<<< HEAD
-            if eqn.primitive.name in _ASKED and isinstance(eqn.invars[0], Var):
-                dims = of_sharding(sharding, len(shape_of(eqn.invars[0])), sizes)
-                self._asking.setdefault(eqn.invars[0], []).append((eqn, dims))
+            for var in eqn.invars[:1] if eqn.primitive.name in _ASKED else ():  # a shard_map may have none
+                if isinstance(var, Var):
+                    dims = of_sharding(sharding, len(shape_of(var)), sizes)
+                    self._asking.setdefault(var, []).append((eqn, dims))
         self._typed: dict[int, bool] = {}  # the equations whose results types ask for, and whether by a reshard behind
         taken: set[Any] = set()  # what a `reshard` takes, as the end of `jax.sharding.auto_axes` has one
         for eqn in reversed(equations):
@@ -315,12 +315,6 @@ class Reader:
                 self._typed[id(eqn)] = behind and not _is_typed(eqn)
             if (_is_typed(eqn) and eqn.primitive.name == "reshard") or (behind and eqn.primitive.name in _TURNS):
                 taken.update(atom for atom in eqn.invars if isinstance(atom, Var))
-=======
-            for var in eqn.invars[:1] if eqn.primitive.name in _ASKED else ():  # a shard_map may have none
-                if isinstance(var, Var):
-                    dims = of_sharding(sharding, len(shape_of(var)), sizes)
-                    self._asking.setdefault(var, []).append((eqn, dims))
->>>>>>> files
 
     def move(self, raw: RawMove) -> Move:
         eqns = [self._equations[i] for i in raw.user or raw.maker]
