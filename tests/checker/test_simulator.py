@@ -300,7 +300,9 @@ class Typed(_simulator.Simulator):
 
     def equation(self, eqn: Any, operands: Any) -> Any:
         outs = super().equation(eqn, operands)
-        scalars = any(part.role == Role.SCALARS for one in self.callers for part in held(one))  # which have no such types
+        scalars = any(
+            part.role == Role.SCALARS for one in self.callers for part in held(one)
+        )  # which have no such types
         typed = self.sizes and "jaxpr" not in eqn.params and not scalars
         for var, x in zip(eqn.outvars, outs, strict=True) if typed else ():
             numbers = numbers_of(x)
