@@ -94,7 +94,7 @@ def _mapped_axes(x: Any) -> tuple[str, ...]:
 
 
 def mapped_axes(plan: Plan, leaves: Sequence[Any]) -> tuple[str, ...]:
-    """The axes that divide a mapped dimension, and nothing that the kernel says how it lies. Types keep Explicit ones."""
+    """The axes that divide a mapped dimension, and no dimension of the kernel. Types keep Explicit ones."""
     free = set(plan.free_axes) & {*plan.sizes} - _used(plan) if plan.mode == "explicit" else ()
     return tuple(dict.fromkeys(axis for leaf in leaves for axis in _mapped_axes(leaf) if axis in free))
 

@@ -182,8 +182,8 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     advice = (
         f"in the step, psum over {axes} what is a term of a sum;\n"
         'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of '
-        "its layout; where it becomes a gathered copy, or belongs to a row under jax.vmap, also on those of the mark in "
-        f'spmd.zeros("{marked}")'
+        "its layout; where it becomes a gathered copy, or belongs to a row under jax.vmap, also on those of the mark "
+        f'in spmd.zeros("{marked}")'
     )
     return ReplicationError(rule, **shown, got=[*lines, *got, frame.describe()], advice=advice)
 
