@@ -295,7 +295,7 @@ def check_body(
 
 
 def closed_rows(closed_jaxpr: Any, mesh_axes: tuple[str, ...]) -> frozenset[Any]:
-    """The calls that would mix rows of different devices: they close axes that divide what a loop or `vmap` goes over."""
+    """The calls that would mix rows of different devices: they close axes that divide what a loop goes over."""
     walk = Dataflow("", mesh_axes)
     walk_closed(walk, closed_jaxpr)
     return frozenset(walk.rows)

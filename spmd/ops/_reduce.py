@@ -227,9 +227,9 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     left partial. A `1` on the right keeps a dimension of size one.
 
     With `-> scalar` the result is equal by JAX's own type on every mesh axis that the right side does not mark. If x is
-    a gathered copy, a mean over the copies makes it so. Such a scalar can leave a kernel and be a loss. Where x is not
-    known to be a copy, the call is an error: inside `lax.map`, `scan` or `vmap` over a divided dimension each device
-    has rows of its own. Then reduce the whole array before the loop.
+    a gathered copy, a mean over the copies makes it so. Such a scalar can leave a kernel and be a loss. Inside
+    `lax.map`, `scan` or `vmap` over a divided dimension each device has rows of its own, and a scalar is that of its
+    row. Where the rest of the body takes it as equal, and x is not known to be a copy, the call is an error.
 
     Communication: forward one psum (or pmax, pmin) of the result over the reduced axes, 2S(n-1)/n bytes for S bytes. A
     logsumexp has two, a prod has an all-gather, and a scattered sum or mean has a psum_scatter, S(n-1)/n bytes.
