@@ -94,11 +94,7 @@ def _mapped_axes(x: Any) -> tuple[str, ...]:
 
 
 def mapped_axes(plan: Plan, leaves: Sequence[Any]) -> tuple[str, ...]:
-<<<<<<< HEAD
-    """The axes that divide a mapped dimension, and nothing whose layout the kernel gives. Types keep Explicit ones."""
-=======
     """The axes that divide a mapped dimension, and no dimension of the kernel. Types keep Explicit ones."""
->>>>>>> losses
     free = set(plan.free_axes) & {*plan.sizes} - _used(plan) if plan.mode == "explicit" else ()
     return tuple(dict.fromkeys(axis for leaf in leaves for axis in _mapped_axes(leaf) if axis in free))
 

@@ -355,13 +355,8 @@ class Plan:
             return self.outputs.build(outs)
 
     def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any]) -> Any:
-<<<<<<< HEAD
-        """The results of a body with calls that close axes. Where these divide the rows of a loop or of `vmap`, they
-        are left open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
-=======
         """The results of a body with calls that close axes. Where these divide the rows of a loop, they are left
         open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
->>>>>>> losses
         run = self.jit(self.mapped(frame, specs), inline=True)
         with no_mesh():
             rows = closed_rows(run.trace(*leaves).jaxpr, tuple(self.sizes))

@@ -188,17 +188,8 @@ def _carry(carries: Sequence[Carry], got: list[str], shown: dict[str, Any], fram
     )
     lines = [f"{one.name}: {one.before} before the loop, {one.after} after one step" for one in carries]
     axes = ",".join(frame.in_mesh_order({axis for one in carries for axis in one.varying})) or "..."
-<<<<<<< HEAD
     zeros = (
         'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of'
-=======
-    marked = "{R:" + axes + "}" if carries and all(one.is_scalar for one in carries) else f"<its layout> {{R:{axes}}}"
-    advice = (
-        f"in the step, psum over {axes} what is a term of a sum;\n"
-        'a carry that adds up from zero starts with spmd.zeros("<its layout>"), typed varying on exactly the axes of '
-        "its layout; where it becomes a gathered copy, or belongs to a row under jax.vmap, also on those of the mark "
-        f'in spmd.zeros("{marked}")'
->>>>>>> losses
     )
     scalar = carries and all(one.is_scalar for one in carries)
     row = f', or belongs to a row under jax.vmap: spmd.zeros("{{R:{axes}}}")' if scalar else ""
