@@ -497,7 +497,7 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
     console.print(collectives.table(), markup=False, end="\n\n")
 
     if first:
-        console.print(f"step {first} was saved in {c.checkpoint}: training goes on")
+        console.print(f"step {first} was saved in {c.checkpoint}: training goes on", soft_wrap=True)
     state, losses, seconds = train(step, state, data, first, saved, c)
     if seconds:
         timings["step"] = statistics.median(seconds)
@@ -516,7 +516,7 @@ def run(c: Config, mesh: Any) -> dict[str, Any]:
     done = first + len(losses)
     if done < c.steps:
         where = f"which is saved in {c.checkpoint}" if saved else "which is not saved: there is no --checkpoint"
-        console.print(f"stopped after step {done} of {c.steps}, {where}")
+        console.print(f"stopped after step {done} of {c.steps}, {where}", soft_wrap=True)
         if saved:  # who stopped it may not wait for more than that
             return results
 
