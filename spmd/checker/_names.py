@@ -28,7 +28,11 @@ from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
 Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
+<<<<<<< HEAD
 Label = tuple[Any, ...]  # what a dimension is called: `(b s)` has two parts; empty where no string named it
+=======
+Label = tuple[Any, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
+>>>>>>> names
 Labels = tuple[Label, ...]
 
 
@@ -253,17 +257,23 @@ class Misnamed(Names):
         known = None if known is None or known.origin in self.calls else known  # what comes of a mistake
         if known is not None and len(known.layout.dims) == len(given):  # the result of a verb
             out = [a or b for a, b in zip(given, self.as_said(known.layout, known.origin, (known, ())), strict=True)]
-        wrong: dict[int, Called] = {}
+        made, wrong = eqn.params["role"] in ("made", "created"), dict[int, Called]()
         for place, (i, dim) in zip(places or (), dims, strict=bool(places)):
-            if len(dim.atoms) != 1 or (name := dim.names[0]) not in apart.alike or out[place] is _MIXED:
+            if len(dim.atoms) != 1 or (name := dim.names[0]) not in apart.alike or (out[place] is _MIXED and not made):
                 continue
+<<<<<<< HEAD
             [have] = out[place] if len(out[place]) == 1 else [None]
             ours = have is not None and have.kernel == self.here and have.name in sizes
             new = have is None or not ours or eqn.params["role"] in ("made", "created")
             if have is None or new or sizes[have.name].size != sizes[name].size:  # a dimension of another length
+=======
+            ours = [one for one in out[place] if one.kernel == self.here and one.name in sizes]
+            # Of another length, it is another dimension.
+            if made or len(out[place]) != len(ours) or [sizes[one.name].size for one in ours] != [sizes[name].size]:
+>>>>>>> names
                 out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
-            elif have.name != name:
-                wrong[i], out[place] = have, _MIXED
+            elif ours[0].name != name:
+                wrong[i], out[place] = ours[0], _MIXED
         if wrong:
             self.findings.append(Suspect(where, apart, wrong))
             self.calls.add(eqn.params["call"])
