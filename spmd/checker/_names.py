@@ -28,11 +28,7 @@ from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
 Where = tuple[Any, tuple[Any, ...]]  # an equation, and those around it
-<<<<<<< HEAD
 Label = tuple[Any, ...]  # what a dimension is called: `(b s)` has two parts; empty where no string named it
-=======
-Label = tuple[Any, ...]  # what a dimension is called: `(b s)` has two parts; empty where nobody named it
->>>>>>> names
 Labels = tuple[Label, ...]
 
 
@@ -261,16 +257,9 @@ class Misnamed(Names):
         for place, (i, dim) in zip(places or (), dims, strict=bool(places)):
             if len(dim.atoms) != 1 or (name := dim.names[0]) not in apart.alike or (out[place] is _MIXED and not made):
                 continue
-<<<<<<< HEAD
-            [have] = out[place] if len(out[place]) == 1 else [None]
-            ours = have is not None and have.kernel == self.here and have.name in sizes
-            new = have is None or not ours or eqn.params["role"] in ("made", "created")
-            if have is None or new or sizes[have.name].size != sizes[name].size:  # a dimension of another length
-=======
             ours = [one for one in out[place] if one.kernel == self.here and one.name in sizes]
             # Of another length, it is another dimension.
             if made or len(out[place]) != len(ours) or [sizes[one.name].size for one in ours] != [sizes[name].size]:
->>>>>>> names
                 out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
             elif ours[0].name != name:
                 wrong[i], out[place] = ours[0], _MIXED
