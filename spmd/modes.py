@@ -23,6 +23,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd import _compat
 from spmd._python.ambient import Ambient
+from spmd._trees.arguments import explained
 from spmd.errors import ModeError, check_one_of
 from spmd.language import AxisMapping, Size, axes_tuple, mesh_text
 
@@ -191,6 +192,7 @@ def current_frame(who: str) -> Frame:
     return frame
 
 
+@explained
 @contextlib.contextmanager
 def mode(name: Mode, *, constrain: Constrain = "all") -> Iterator[None]:
     """Run the kernels that are called inside the block in another mode.
@@ -323,6 +325,7 @@ def scope(fn: Callable[P, R] | None = None, *, mapping: Any = _CALLERS) -> Any:
 
 
 def _scoped(fn: Callable[P, R], hide_mapping: bool) -> Callable[P, R]:
+    @explained
     @functools.wraps(fn)
     def scoped(*args: P.args, **kwargs: P.kwargs) -> R:
         frame = _frame.value

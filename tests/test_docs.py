@@ -115,7 +115,7 @@ def decisions() -> tuple[dict[str, str], str]:
 def test_each_entry_of_the_changelog_is_short():
     entries = re.split(r"^- ", (DOCS.parent / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]
     assert len(entries) > 20
-    assert [entry for entry in entries if words(entry.split("\n\n")[0]) > 60] == []
+    assert [entry for entry in entries if words(entry.split("\n\n")[0]) > 80] == []
 
 
 def test_every_decision_has_its_parts_and_one_line_in_the_index():

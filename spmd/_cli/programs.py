@@ -19,6 +19,7 @@ import jax
 from spmd._python.named import module_name
 from spmd._trees.leaves import kind_of
 from spmd.errors import LayoutError, SizeError, SpmdError, did_you_mean
+from spmd.inspect._program import building
 from spmd.kernels import Kernel
 from spmd.language import Layout
 
@@ -56,7 +57,10 @@ def program(
     if sizes or dtypes:
         rule = f"{target} makes its own arguments, so no sizes and dtypes are given."
         raise SpmdError(rule, call=target, advice="leave out --size and --dtype")
-    made = found(mesh)
+    axes = ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    devices = f";\nor devices, in {target}: spmd.use_cpu_devices({mesh.size}), and mesh = spmd.make_mesh({axes})"
+    with building(target, mesh, devices):
+        made = found(mesh)
     fits = isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0]) and isinstance(made[1], tuple | list)
     if not fits:  # the third, a Bound, is for `search` alone
         rule = f"{target} returns a function and its arguments, and a Bound if it likes, not {kind_of(made)}."

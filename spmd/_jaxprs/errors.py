@@ -20,7 +20,21 @@ from spmd._jaxprs.lines import is_outside, is_users
 from spmd.errors import SpmdError
 
 Kind = Literal[
-    "carry", "branches", "placement", "pallas", "axis", "decision", "layout", "pattern", "mixed", "rule", "mapped"
+    "carry",
+    "branches",
+    "placement",
+    "pallas",
+    "axis",
+    "decision",
+    "layout",
+    "pattern",
+    "mixed",
+    "numpy",
+    "number",
+    "selection",
+    "memory",
+    "rule",
+    "mapped",
 ]
 
 
@@ -55,9 +69,11 @@ class Told:
       kind: "carry" (a loop changes the type of its carry), "branches" (those of a cond give different types),
         "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes), "axis" (a
         collective names an axis that is not bound), "decision" (Python decides by a value), "layout" or "pattern" (a
-        call lacks its string), "mixed" (a reduction over axes of which the value varies on some only), "rule" (the
-        forward rule of a `custom_vjp` gives other types than its function), "mapped" (what `vmap` makes of a loop has
-        values of other types than the loop).
+        call lacks its string), "mixed" (a reduction over axes of which the value varies on some only), "numpy" (NumPy
+        takes a traced array), "number" (Python takes its value), "selection" (its values decide the size of a result),
+        "memory" (operands lie in different memories),
+        "rule" (the forward rule of a `custom_vjp` gives other types than its function), "mapped" (what `vmap` makes of
+        a loop has values of other types than the loop).
       axis: The axis that is not bound, where JAX says it; the function that lacks a layout.
       carries: The parts of the carry.
       varying: Of the axes of a reduction, those on which its value varies.
@@ -71,6 +87,15 @@ class Told:
     equal: tuple[str, ...] = ()
 
 
+# What code asks of a traced array, by the errors of JAX; the first is one of the third.
+_TRACED: dict[Kind, tuple[type[Exception], ...]] = {
+    "decision": (jax.errors.TracerBoolConversionError,),
+    "numpy": (jax.errors.TracerArrayConversionError,),
+    "selection": (jax.errors.NonConcreteBooleanIndexError,),
+    "number": (jax.errors.ConcretizationTypeError, jax.errors.TracerIntegerConversionError),
+}
+
+
 def of_shapes(error: Exception) -> bool:
     """Return whether JAX, or NumPy for it, says that shapes do not fit."""
     return "shape" in str(error)
@@ -79,8 +104,13 @@ def of_shapes(error: Exception) -> bool:
 def told(error: Exception) -> Told | None:
     """Return what an error that a trace raised is about. None for all other errors, which may be the user's own."""
     text = str(error)
-    if isinstance(error, jax.errors.TracerBoolConversionError):
-        return Told("decision")
+    for kind, classes in _TRACED.items():
+        if isinstance(error, classes):
+            return Told(kind)
+    if isinstance(error, TypeError) and ("of concrete values" in text or "Tracer.__format__" in text):
+        return Told("number")
+    if text.startswith("memory_space of all inputs"):
+        return Told("memory")
     lacks = re.match(r"(\w+)\(\) missing 1 required positional argument: '(layout|pattern)'", text)
     if lacks and isinstance(error, TypeError):
         return Told("layout" if lacks[2] == "layout" else "pattern", lacks[1])

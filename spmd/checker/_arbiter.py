@@ -376,14 +376,14 @@ class _Program:
             if turn.driven:
                 return None
             raise
-        if not turn.finite and _part(found.outs, wanted):
+        if not turn.finite and _part(found.outs[-form.results :], wanted[-form.results :]):
             return None
         differences = self._differences(form, found.outs, wanted, finite=turn.driven)
         if differences and not found.faults:
             nudged = self._run(draw, self.grad, noise, nudged=True)(base[0], read, base[1])
             if self._are_rounding(differences, form, nudged.outs, wanted):
                 return None
-        if turn.ties:  # where numbers are equal or zero, the gradient may be any of several
+        if turn.ties or not turn.finite:  # where numbers are equal or zero, the gradient may be any of several
             differences = [one for one in differences if one.path[0].key == "result"]
         return run, found, wanted, differences
 

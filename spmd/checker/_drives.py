@@ -79,6 +79,7 @@ def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
     for x in numbers:
         yield from (Drive(floats, _half(y), ties=True) for y in (x * 1.5 + 1e-3, x * 0.5 - 1e-3, x))
     yield from (Drive(floats, _first(x), keeps=True, finite=False) for x in (np.inf, np.nan))
+    yield Drive(floats, _half(-np.inf), finite=False)
     for several in list(subsets(floats))[:_SEVERAL]:
         yield from (Drive(several, times(by), keeps=True) for by in _TIMES)
     yield Drive(floats, np.zeros_like, ties=True)

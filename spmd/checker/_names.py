@@ -18,12 +18,13 @@ from typing import Any, ClassVar, NamedTuple
 import spmd.checker._reports as report
 from spmd._jaxprs.facts import Apart, kernel_around
 from spmd._jaxprs.lines import called_at, line_of
+from spmd._jaxprs.primitives import primitive_of
 from spmd._jaxprs.walker import COMMUNICATES, Domain, Equation, Held, Rule, Variable, opened, shape_of, walk
 from spmd.checker._claims import OVERLAP, arguments_of, claim_of
 from spmd.checker._finding import Finding, found
 from spmd.checker._history import History
 from spmd.checker._table import NEW, TABLE, groups
-from spmd.errors import SizeError
+from spmd.errors import ReplicationError, SizeError
 from spmd.language import Layout
 
 Part = tuple[str, int]  # a name, and the size on the whole array
@@ -166,7 +167,6 @@ class Called:
     origin: tuple[str, Where | None] = field(default=("", None), compare=False)
 
 
-_NOTES = ("spmd_layout", "spmd_assert_equal", "spmd_order")
 _MIXED: Any = (Called("", -1),)  # two names met: neither is wrong
 
 
@@ -236,7 +236,7 @@ class Misnamed(Names):
 
     def step(self, eqn: Equation, operands: Sequence[Labels]) -> list[Labels]:
         name, outs = eqn.primitive.name, super().step(eqn, operands)
-        if name in _NOTES or (name in TABLE and TABLE[name].says in ("elementwise", "permuted")):
+        if primitive_of(eqn).pointwise or (name in TABLE and TABLE[name].says in ("elementwise", "permuted")):
             return outs
         since = lambda label: tuple(replace(one, same=False) for one in label) if label is not _MIXED else label
         return [tuple(map(since, labels)) for labels in outs]
@@ -296,7 +296,7 @@ def misnamed(jaxpr: Any, own: Apart | None = None) -> list[Finding]:
         if not kept:
             continue
         every = [error for i in kept for error in raised[i]]
-        ours = [one.fault.call for one in every if isinstance(one, SizeError) and one.fault.call]
+        ours = [one.fault.call for one in every if isinstance(one, ReplicationError | SizeError) and one.fault.call]
         certain = any(one in call for one in ours for call in domain.calls)
         if not certain and not any(have.same for have in kept.values()):
             continue  # a body that needs equal sizes, such as a layer whose result is its next argument

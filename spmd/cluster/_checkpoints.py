@@ -32,6 +32,7 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import anywhere, everyone, in_all
 from spmd._processes.copies import by_device, checksums, different_copies
 from spmd._python.rooms import nearest
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
 from spmd.cluster._data import Batches
 from spmd.cluster._fields import entries, in_a_bucket, is_mapping, is_text, library
@@ -170,6 +171,7 @@ class Restored(NamedTuple):
     step: int
 
 
+@explained
 def checkpoints(
     path: str | Path, *, keep: Any = 3, finite: bool = True, strict: bool = False, timeout_seconds: int = 600
 ) -> Checkpoints:
@@ -628,6 +630,7 @@ def check_finite(leaves: Mapping[str, jax.Array], call: str, more: str = "") -> 
         raise SpmdError(rule, call=call, got=[unsound], advice=advice)
 
 
+@explained
 def guard(step: int, state: Any, *, every: int = 100) -> None:
     """Look after the numbers of a state: copies that are equal by its layouts are equal in every bit, and all numbers
     are finite.

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from spmd._processes.agreement import disagreements
 from spmd._processes.copies import takes_part
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import not_int
 from spmd.cluster._recorder import recorder
 from spmd.errors import MeshError, PlacementError, SizeError, SpmdError, is_int
@@ -33,6 +34,7 @@ class Source(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+@explained
 def batches(
     source: Source,
     layouts: Any,
@@ -105,6 +107,7 @@ def batches(
     return Batches(order, int(batch), end, source, layouts, found, mapping, prefetch, workers, retries)
 
 
+@explained
 def my_rows(layout: str, shape: Sequence[int], *, mesh: Any = None, mapping: Any = None) -> np.ndarray:
     """Return which rows of a global array this process's devices hold, for loaders of your own.
 

@@ -22,6 +22,7 @@ import numpy as np
 from spmd._processes.agreement import everyone, in_all
 from spmd._processes.copies import block_text
 from spmd._text import bytes_text
+from spmd._trees.arguments import explained
 from spmd.errors import PlacementError, SpmdError, is_int
 from spmd.language import Layout
 from spmd.mesh import mesh_for, outside_trace, whole_sharding
@@ -87,6 +88,7 @@ _MOST = 2**26  # bytes of a chunk
 _ABOUT = "spmd"  # the attribute that says how the array lay
 
 
+@explained
 def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = False) -> None:
     """Write an array to Zarr: `write_zarr("density.zarr", rho, "x y z")`.
 
@@ -152,6 +154,7 @@ def write_zarr(path: str | Path, x: jax.Array, names: str, *, overwrite: bool = 
         raise
 
 
+@explained
 def read_zarr(
     path: str | Path,
     layout: str | None = None,

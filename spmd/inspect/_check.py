@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from spmd._jaxprs.facts import kernel_around
 from spmd._jaxprs.lines import Frame, LineName, frames_of, is_transposed, is_users
 from spmd._jaxprs.walker import Equation, held, opened
+from spmd._trees.arguments import explained
 from spmd.checker import Findings, checked
 from spmd.checker._claims import arguments_of
 from spmd.checker._finding import Finding
@@ -36,6 +37,7 @@ from spmd.inspect._source import (
 )
 
 
+@explained
 def check(
     fn: Callable[..., Any],
     *args: Any,

@@ -14,6 +14,7 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, left_axes, left_text
 from spmd._jaxprs.walker import equations
 from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, seconds_text, si_text, wrapped
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware, hardware
 from spmd.errors import MeshError, SpmdError
@@ -348,6 +349,7 @@ def _share(part: float, whole: float) -> str:
 # --- `explain`: what a program sends, from which line, what the compiler made of it, and what it costs ----------------
 
 
+@explained
 def explain(
     fn: Any,
     *args: Any,

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from spmd import _compat
+from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.walker import equations, opened
 from spmd._trees.leaves import is_array, is_number
 from spmd.comm.plans import plan
@@ -159,6 +160,20 @@ def of_arrays(
 def names_of_inputs(jaxpr: Any) -> Sequence[str]:
     """Return what JAX calls the inputs of a program: as the function calls its arguments, `params['w']`."""
     return getattr(opened(jaxpr)[0].debug_info, "arg_names", None) or ()
+
+
+@contextlib.contextmanager
+def building(call: str, mesh: Any, more: str = "") -> Iterator[None]:
+    """What a user's function makes for a mesh. An abstract one holds no arrays, which JAX says in other words. `more`
+    is what else the function may do."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, SpmdError) or not isinstance(mesh, AbstractMesh) or not jax_errors.lacks_devices(error):
+            raise
+        rule = "the function makes arrays on the mesh, which has no devices here: shapes are enough."
+        advice = "jax.eval_shape(make), or spmd.init(make, layouts).abstract(key), in place of make()"
+        raise MeshError(rule, call=call, advice=advice + more) from error
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, Literal, ParamSpec, TypeVar, get_args, overload
+from typing import Any, Concatenate, Generic, Literal, Never, ParamSpec, TypeVar, get_args, overload
 
 import jax
 
@@ -347,7 +348,7 @@ def _closes_over_tracer(fn: Any) -> bool:
 
 def kernel(
     pattern: str | Pattern | None = None,
-    *,
+    *misplaced: Never,
     in_layouts: Any = None,
     out_layouts: Any = None,
     mesh: Any = None,
@@ -373,6 +374,7 @@ def kernel(
 
     Args:
       pattern: `"layout, ... -> layout, ..."`. An empty left side means no arguments. `scalar` is a scalar.
+      *misplaced: Nothing. The function comes behind, and all else is given by keyword.
       in_layouts: Instead of a pattern, a tuple with one prefix tree of layouts for each array argument, or a dict by
         argument name. A tree may be a string for all leaves below, a dict, a dataclass or class whose
         annotations are layouts, a module, or a function from the argument to one of these. Arrays without
@@ -428,6 +430,17 @@ def kernel(
     if check not in ("error", "warn", "off"):
         raise ModeError(not_one_of("check", check, get_args(Check)), call="kernel(...)")
     check_mesh(mesh, "kernel(...)")
+    if misplaced:
+        given = (pattern, *misplaced)
+        text = next((f'"{one}"' for one in given if isinstance(one, str | Pattern)), '"b/dp d -> b/dp d"')
+        body = next((one.__name__ for one in given if isinstance(one, types.FunctionType)), "fn")
+        rule = "kernel takes its pattern alone, all else by keyword, and the function behind it."
+        raise LayoutError(
+            rule,
+            call="kernel(...)",
+            got=[", ".join(map(kind_of, given))],
+            advice=f"spmd.kernel({text}, mesh=mesh)({'fn' if body == '<lambda>' else body})",
+        )
     if callable(pattern) and not isinstance(pattern, (str, Pattern)):
         raise LayoutError(
             "a kernel needs its pattern before the function.",

@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching
 
 from spmd import _compat
+from spmd._compat import ad, batching
 
 
 def divided(fn: Callable[..., Any], leaves: Sequence[Any], axes: tuple[str, ...], sizes: dict[str, int]) -> Any:

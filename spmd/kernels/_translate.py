@@ -37,7 +37,7 @@ def translated(signature: Signature, frame: Frame, held: Callable[[], Sequence[H
     except SpmdError as error:
         error.fault = error.fault if error.fault.layers else replace(error.fault, layers=_layers(error))
         raise
-    except (AssertionError, NameError, TypeError, ValueError, KeyError) as error:
+    except (AssertionError, NameError, TypeError, ValueError, LookupError) as error:
         better = _better(error, signature, frame)
         if better is None:
             if frame.explicit and jax_errors.of_shapes(error):
@@ -133,6 +133,9 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         rule = "Python decides by a value (if, while, and, or, bool), and it is known when the kernel runs only."
         advice = "spmd.cond(predicate, true_fn, false_fn, *operands); jnp.where(predicate, a, b) computes both"
         return ModeError(rule, **shown, got=[*got, frame.describe()], advice=advice)
+    if fact.kind in _OF_VALUES:
+        rule, advice = _OF_VALUES[fact.kind]
+        return ModeError(rule, **shown, got=[*got, frame.describe()], advice=advice)
     if fact.kind in ("layout", "pattern"):
         rule = f"{fact.axis} takes a string after its arrays. It names their dimensions and the mesh axes."
         advice = "the layout before, and behind an arrow that after" if fact.kind == "pattern" else "the layout"
@@ -151,6 +154,27 @@ def _example(verb: str) -> str | None:
         function(*given[:-1])  # and no names
     except LayoutError as error:
         return error.fault.advice
+
+
+_LATER = "and it is known when the kernel runs only."
+_OF_VALUES: dict[str, tuple[str, str]] = {
+    "numpy": (
+        f"NumPy takes the value of an array (np.asarray, np.sin), {_LATER}",
+        "jnp in place of np; or jax.pure_callback around what only NumPy can do",
+    ),
+    "number": (
+        f"Python or a shape takes the value of an array (float, int, .item(), range, an index), {_LATER}",
+        "leave it an array, x * y.sum(); what is known before is an argument in static=(...); jnp.nonzero takes size=",
+    ),
+    "selection": (
+        f"the size of the result is the number of elements that a mask selects, {_LATER}",
+        "jnp.where(mask, x, 0) keeps the size; jnp.nonzero(mask, size=n) gives the first n positions",
+    ),
+    "memory": (
+        "an operation takes arrays of one memory, and some of these lie in the host's (pinned_host).",
+        "jax.device_put(x, jax.memory.Space.Device) in the body brings x to the device",
+    ),
+}
 
 
 def _mixed(fact: Any, got: list[str], shown: dict[str, Any], frame: Frame) -> SpmdError:

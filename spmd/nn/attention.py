@@ -526,6 +526,7 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
     return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
 
 
+@scope
 def rotary_frequencies(
     k: int,
     *,

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from spmd import _compat
 from spmd._jaxprs.facts import FusedName, PerShardName, WindowName, one_line
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import is_array, is_key, kind_of
 from spmd.comm._call import open_call
 from spmd.comm._keywords import as_array, check_array, misfit
@@ -170,6 +171,7 @@ class _PerShard(contextlib.ContextDecorator):
         self.open.close()
 
 
+@explained
 def debug_print(fmt: str, *arrays: Any, **named: Any) -> None:
     """Print values while the program runs. In explicit mode each device prints, with its place on the mesh.
 

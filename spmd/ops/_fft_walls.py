@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from spmd import _compat
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import not_int
 from spmd.comm._call import Call
 from spmd.comm.collectives import all_to_all
@@ -185,6 +186,7 @@ def _taken(x: Any, at: Any) -> Any:
 # --- the frequencies that belong to the dimensions of a spectrum ------------------------------------------------------
 
 
+@explained
 def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
     """The sample frequencies of a transformed dimension. Each device has those of its own block: `fftfreq("ky/a")`.
 
@@ -215,6 +217,7 @@ def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
     return i.astype(float) / (jnp.asarray(d, float) * n)
 
 
+@explained
 def rfftfreq(layout: str, /, n: int, d: Any = 1.0, *, pad: bool = False, **names: Any) -> jax.Array:
     """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
 

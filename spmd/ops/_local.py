@@ -21,6 +21,7 @@ from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, DecisionName
 from spmd._jaxprs.traces import run_apart, traced_apart
 from spmd._jaxprs.walker import axes_of, equations
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Operand, open_call
@@ -482,6 +483,7 @@ def _parts(call: Call, dim: Dim, size: int) -> list[tuple[Axes, int]]:
 # --- branches whose predicate may differ between devices --------------------------------------------------------------
 
 
+@explained
 def cond(predicate: Any, true_fn: Callable[..., R], false_fn: Callable[..., R], *operands: Any) -> R:
     """`jax.lax.cond` that neither hangs nor loses gradients when the predicate differs between devices.
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from spmd import _compat
 from spmd._jaxprs.lines import called_at, is_outside
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, To, open_call
@@ -28,6 +29,7 @@ from spmd.ops._reduce import placed, plain_dims
 # --- arrays made from a layout alone: `zeros`, `ones`, `full`, `iota` -------------------------------------------------
 
 
+@explained
 def zeros(layout: str, /, dtype: Any = None, *, to: To | None = None, **names: Any) -> jax.Array:
     """Zeros of this layout: `zeros("b/dp d")`, for accumulators and for carries of loops.
 
@@ -62,6 +64,7 @@ def zeros(layout: str, /, dtype: Any = None, *, to: To | None = None, **names: A
     return _filled("zeros", layout, 0, float if dtype is None else dtype, to, names)
 
 
+@explained
 def ones(layout: str, /, dtype: Any = None, *, to: To | None = None, **names: Any) -> jax.Array:
     """Ones of this layout: `ones("b/dp d")`.
 
@@ -91,6 +94,7 @@ def ones(layout: str, /, dtype: Any = None, *, to: To | None = None, **names: An
     return _filled("ones", layout, 1, float if dtype is None else dtype, to, names)
 
 
+@explained
 def full(layout: str, /, value: Any, dtype: Any = None, *, to: To | None = None, **names: Any) -> jax.Array:
     """An array of this layout with one value everywhere: `full("b/dp q", -jnp.inf)`.
 
@@ -119,6 +123,7 @@ def full(layout: str, /, value: Any, dtype: Any = None, *, to: To | None = None,
     return _filled("full", layout, value, dtype, to, names)
 
 
+@explained
 def iota(layout: str, /, dtype: Any = jnp.int32, **names: Any) -> jax.Array:
     """Global positions along a dimension. Each device has those of its own block.
 
@@ -226,6 +231,7 @@ Axes = str | tuple[str, ...]
 def size(layout: str, /, **names: Any) -> int: ...
 @overload
 def size(x: Any, layout: str, /, **names: Any) -> int: ...
+@explained
 def size(*args: Any, **names: Any) -> int:
     """The global size of a dimension, whatever its `.shape` is here: `size("b")`, `size(x, "... [v/tp]")`.
 
@@ -459,6 +465,7 @@ def one_dimension(who: str, layout: Any, names: Mapping[str, Any]) -> tuple[Call
 _EXAMPLE = 'meshgrid(x, y, "x/a, y/b -> x/a y/b")'
 
 
+@explained
 def linspace(
     start: Any, stop: Any, layout: str, /, *, endpoint: bool = True, dtype: Any = None, **names: Any
 ) -> jax.Array:

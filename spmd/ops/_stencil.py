@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
 from spmd.errors import LayoutError, SizeError
@@ -125,6 +126,7 @@ def diff(x: Any, layout: str, /, *, edge: Any = "periodic", **names: Any) -> jax
     return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
 
 
+@explained
 def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **names: Any) -> jax.Array:
     """The convolution with a small array along the dimensions in brackets: `convolve(u, w, "[x/a] [y/b]")`.
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmd import AxisMapping, Layout
+from spmd import AxisMapping, Layout, scope
 from spmd._text import Table, shown_width
 from spmd._trees.leaves import has_room, is_array, kind_of
 from spmd._trees.matching import match_prefix
@@ -110,6 +110,7 @@ class FSDPLayouts:
     __repr__ = __str__
 
 
+@scope
 def fsdp_layouts(
     tree: Any,
     base: Any = None,

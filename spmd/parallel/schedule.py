@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from spmd import scope
 from spmd._text import Line
 from spmd._trees.leaves import not_int
 from spmd.drawing._picture import FILLS, Cell, Grid, Picture, below, caption, card, grid_box, grid_lines, sentences
@@ -306,6 +307,7 @@ class _Drawn:
         return Cell((f"{done.part}{text}" if steps > 1 else text,), colour % len(FILLS))
 
 
+@scope
 def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: Order = "forward") -> PipelineSchedule:
     """Return what a pipeline does in each tick, and how much of its time is a bubble.
 

@@ -17,6 +17,7 @@ Placement = Literal["contiguous", "zigzag", "striped"]
 PLACEMENTS = get_args(Placement)
 
 
+@scope
 def sequence_order(length: int, parts: int, placement: Placement) -> np.ndarray:
     """The order of a sequence that is then divided in equal blocks, for data on the host.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,6 +132,11 @@ def port(target: str, *args: Any, mesh: Any = None, names: Sequence[str] = ()) -
           fn = jax.jit(spmd.kernel("b/dp d -> d", mesh=mesh)(total))
           return fn, (jax.numpy.ones((8, 3)),)
     """
+    if not isinstance(target, str):
+        code = getattr(inspect.unwrap(target), "__code__", None) if callable(target) else None
+        where = "train.py:build" if code is None else f"{code.co_filename}:{code.co_name}"
+        rule = f"port rewrites a file: it takes FILE:NAME as a string, not {kind_of(target)}."
+        raise SpmdError(rule, call="port(...)", advice=f'spmd.port("{where}", ...)')
     path, _, name = target.rpartition(":")
     if not path or not name or not Path(path).is_file():
         raise SpmdError(f"there is no file {path or target}.", call=target, advice="as in train.py:build")

@@ -18,6 +18,7 @@ from spmd._jaxprs.lines import LineName, line_of, short_line
 from spmd._jaxprs.walker import Equation, Role, held, opened, walk
 from spmd._jaxprs.walker import equations as all_equations
 from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, wrapped
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import is_array
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
@@ -286,6 +287,7 @@ def _row(ones: Sequence[Move]) -> Row:
     return Row(cells, "", (one.why,))
 
 
+@explained
 def propagate(fn: Any, *args: Any, mesh: Any = None, layouts: Any = None, **kwargs: Any) -> Propagation:
     """Return where the compiler lets each value of a program lie, and each change of layout that this needs.
 

@@ -14,6 +14,7 @@ from spmd.accelerators import Hardware
 from spmd.accelerators import hardware as _hardware
 from spmd.errors import Impossible, MeshError, SizeError, SpmdError
 from spmd.inspect._explanation import explain
+from spmd.inspect._program import building
 from spmd.mesh import make_mesh
 from spmd.searcher._result import (
     Bound,
@@ -174,8 +175,10 @@ class _Job:
 
     def made(self, mesh: Sizes, choice: Mapping[str, Any]) -> tuple[Any, Sequence[Any], Bound]:
         named: dict[str, Any] = mesh
+        place = make_mesh(abstract=True, **named)
         try:
-            made = self.build(make_mesh(abstract=True, **named), **choice)
+            with building(_CALL, place):
+                made = self.build(place, **choice)
         except Impossible as error:
             raise _Excluded("impossible", error.fault.rule.rstrip(".")) from None
         parts: tuple[Any, ...] = made if isinstance(made, tuple) else ()

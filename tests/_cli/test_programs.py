@@ -387,3 +387,53 @@ def test_lines_come_at_once_and_an_interrupt_ends_with_a_word(tmp_path):
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (130, "", "interrupted\n")
+
+
+# --- builds that make arrays -----------------------------------------------------------------------------------------
+
+MADE = """
+import jax, jax.numpy as jnp, spmd
+
+X = jax.ShapeDtypeStruct((8, 8), "float32")
+
+def product(mesh):
+    return spmd.kernel("b/dp d, d f/tp -> b/dp f/tp", mesh=mesh)(lambda x, w: x @ w)
+
+def put(mesh):
+    return product(mesh), (X, jax.device_put(jnp.ones((8, 8)), spmd.Layout("d f/tp").sharding(mesh)))
+
+def jitted(mesh):
+    make = jax.jit(lambda: jnp.ones((8, 8)), out_shardings=spmd.Layout("d f/tp").sharding(mesh))
+    return product(mesh), (X, make())
+
+def counted(mesh):
+    return product(mesh), (X, jnp.ones((mesh.devices.size, 8)))
+
+def shapes(mesh):
+    return product(mesh), (X, jax.eval_shape(lambda: jnp.ones((8, 8))))
+
+def asked(mesh):
+    spmd.use_cpu_devices(8)
+    mesh = spmd.make_mesh(dp=2, tp=4)
+    return put(mesh)
+
+def broken(mesh):
+    raise KeyError("mine")
+"""
+
+
+@pytest.mark.parametrize("words", [["check", "--mesh", "dp=2,tp=4"], ["explain", "--mesh", "dp=2,tp=4"], ["search"]])
+def test_a_build_that_makes_arrays_is_told_what_to_return(tmp_path, run, words):
+    """It ended in JAX's errors of abstract meshes."""
+    path = tmp_path / "made.py"
+    path.write_text(MADE)
+    more = ["--devices", "8", "--axes", "dp,tp", "--hardware", "h100"] if words == ["search"] else words[1:]
+    for name in ("put", "jitted", "counted"):
+        code, _, err = run(words[0], f"{path}:{name}", *more)
+        assert code == 2 and "shapes are enough" in err and "jax.eval_shape(make)" in err
+        assert ("spmd.use_cpu_devices(8), and mesh = spmd.make_mesh(dp=2, tp=4)" in err) == (words != ["search"])
+    for name in ("shapes", "asked") if words != ["search"] else ("shapes",):
+        code, _, err = run(words[0], f"{path}:{name}", *more)
+        assert code == 0, err
+    with pytest.raises(KeyError, match="mine"):
+        run(words[0], f"{path}:broken", *more)

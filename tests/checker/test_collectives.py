@@ -190,6 +190,7 @@ def test_a_sum_that_is_begun_is_one_when_it_is_done():
         return
     begun = lambda y: lax.psum_scatter_start(y, "dp", scatter_dimension=0, tiled=True).done()
     right = spmd.kernel("a b/dp, b/dp c -> a/dp c", mesh=spmd.make_mesh(dp=4))(lambda x, w: begun(x @ w))
-    assert spmd.check(right, TERM, TERM).verdict.kind == "proved"
+    verdict = spmd.check(right, TERM, TERM).verdict  # JAX has no derivative of it
+    assert verdict.kind == "tested" and not verdict.unreached and "Gradients are not compared" in str(verdict)
     wrong = spmd.kernel("a b/dp, b/dp c -> a/dp c", mesh=spmd.make_mesh(dp=4))(lambda x, w: begun(jnp.tanh(x @ w)))
     assert [one.kind for one in spmd.check(wrong, TERM, TERM)] == ["nonlinear"]

@@ -300,7 +300,10 @@ UNDECIDED = {
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_is_not_traced_at_other_sizes_may_be_meant(name, mode):
     program = UNDECIDED[name]
-    with spmd.mode(mode), pytest.warns(UserWarning, match="(?s)is what the string calls.*body fails.*It may be meant"):
+    with (
+        spmd.mode(mode),
+        pytest.warns(UserWarning, match="(?s)is what the string calls.*body fails.*Numbers do not tell"),
+    ):
         program.kernel().trace(*program.structs())
     [finding] = spmd.check(program.kernel(), *program.structs())
     assert (finding.kind, finding.certain) == ("name", False)

@@ -119,3 +119,27 @@ bad(
         ),
     ),
 )
+
+
+bad(
+    numpy_of_a_shard=lambda mesh: body(SAME, lambda x: x + np.sin(x), mesh),
+    a_python_number_of_a_shard=lambda mesh: body(SAME, lambda x: x * float(x.sum()), mesh),
+    elements_that_a_mask_selects=lambda mesh: body(SAME, lambda x: x[x > 0], mesh),
+)
+
+
+def in_two_memories(mesh, fn):
+    where = spmd.Layout("b/dp d").sharding(mesh)
+    host = jax.device_put(X, where.with_memory_kind("pinned_host"))
+    return spmd.kernel(f"b/dp d, {SAME}", mesh=mesh)(fn)(host, jax.device_put(X, where))
+
+
+@bad
+def arguments_in_two_memories(mesh):
+    in_two_memories(mesh, lambda x, y: x + y)
+
+
+bad(
+    a_kernel_of_its_function=lambda mesh: spmd.kernel(pallas_call, SAME),
+    a_kernel_with_its_mesh_by_position=lambda mesh: spmd.kernel(SAME, mesh),
+)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import spmd
 from spmd import errors, nn
 from spmd.kernels import Kernel
+from spmd.modes import MODES
 
 ROWS = "b/dp d -> b/dp d"
 
@@ -175,3 +176,50 @@ def _traceback_filtering(how):
         yield
     finally:
         jax.config.update("jax_traceback_filtering", before)
+
+
+# What code asks of a value that is not known yet, and what it is told.
+VALUES = {
+    "np.asarray": ("NumPy takes", lambda x: jnp.asarray(np.asarray(x))),
+    "a function of NumPy": ("NumPy takes", lambda x: x + np.sin(x)),
+    "a type of NumPy": ("NumPy takes", lambda x: x * np.float32(x.sum())),
+    "float": ("Python or a shape takes", lambda x: x * float(x.sum())),
+    "int": ("Python or a shape takes", lambda x: x * int(x.sum())),
+    "item": ("Python or a shape takes", lambda x: x * x.sum().item()),
+    "tolist": ("Python or a shape takes", lambda x: x * x.tolist()[0]),
+    "range": ("Python or a shape takes", lambda x: x * len(range(x.astype(int)[0, 0]))),
+    "a position": ("Python or a shape takes", lambda x: x * [1, 2][x.astype(int)[0, 0]]),
+    "a shape": ("Python or a shape takes", lambda x: x + jnp.zeros(x[0, 0].astype(int)).sum()),
+    "a text": ("Python or a shape takes", lambda x: x * float(f"{x.sum():.3f}")),
+    "nonzero": ("Python or a shape takes", lambda x: x + jnp.nonzero(x)[0].sum()),
+    "unique": ("Python or a shape takes", lambda x: x + jnp.unique(x).sum()),
+    "a mask": ("the size of the result is", lambda x: x[x > 0]),
+    "if": ("Python decides by a value", lambda x: x if x.sum() > 0 else -x),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", VALUES)
+def test_code_that_asks_for_a_value_is_told_what_to_write(mode, name):
+    """These ended in JAX's own errors, without a word of what a kernel has in their place."""
+    rule, fn = VALUES[name]
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=mesh())(fn)
+    with pytest.raises(errors.ModeError) as caught:
+        getattr(kernel, mode)(np.ones((8, 8), np.float32))
+    assert caught.value.fault.rule.startswith(rule) and caught.value.fault.advice
+    assert any("test_translate.py" in one for one in caught.value.fault.got)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_advice_for_arguments_in_two_memories(mode):
+    where, x = spmd.Layout("b/dp d").sharding(mesh()), np.ones((8, 8), np.float32)
+    host, device = jax.device_put(x, where.with_memory_kind("pinned_host")), jax.device_put(x, where)
+    both = spmd.kernel("b/dp d, b/dp d -> b/dp d", mesh=mesh())(
+        lambda x, y: jax.device_put(x, jax.memory.Space.Device) + y
+    )
+    np.testing.assert_array_equal(getattr(both, mode)(host, device), 2 * x)
+
+
+def test_an_index_that_is_wrong_stays_the_users_error():
+    with pytest.raises(IndexError, match="list index"):
+        spmd.kernel("b/dp d -> b/dp d", mesh=mesh())(lambda x: x * [1, 2][5])(np.ones((8, 8), np.float32))

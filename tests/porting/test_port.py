@@ -1,6 +1,7 @@
 """`spmd.port`: what is printed, and what both programs are compared on."""
 
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -198,3 +199,14 @@ def test_a_ragged_exchange_stays_and_the_verb_for_it_is_named(tmp_path):
     [stays] = [one for one in found.said if "ragged" in one.raw]
     assert not stays.text and "spmd.exchange(rows, owner, layout)" in stays.why
     assert any("UNIMPLEMENTED" in one for one in found.same) and not found.differences
+
+
+def test_a_function_is_no_file_and_is_told_its_own(mesh):
+    """It ended in AttributeError: no attribute 'rpartition'."""
+    with pytest.raises(SpmdError) as caught:
+        spmd.port(ported, mesh=mesh)
+    assert "not a function" in caught.value.fault.rule
+    assert caught.value.fault.advice.endswith('programs.py:ported", ...)')
+    for other in (None, 3, b"a.py:build", Path("a.py")):
+        with pytest.raises(SpmdError, match=r"FILE:NAME as a string"):
+            spmd.port(other, mesh=mesh)
