@@ -63,12 +63,14 @@ class Unreached(NamedTuple):
         `BEYOND`, where no index left its block; `WAY`, where Python goes at the sizes given alone; `WRAPS`, where
         numbers are beyond their type at these sizes.
       taken: The sides that some draw took.
+      seen: Whether a draw took what is left, and all its results were infinite or NaN, on one device too.
     """
 
     what: str
     line: str
     question: str
     taken: frozenset[Any] = frozenset()
+    seen: bool = False
 
     def __str__(self) -> str:
         return f"{_TEXTS[self.question]} {self.what} at {self.line}"

@@ -50,7 +50,9 @@ class _Hanging(Domain):
     def __init__(self, about: Collection[int], left: Collection[Unreached], checked: Engine) -> None:
         super().__init__()
         self.about, self.checked = about, checked
-        self.open = {(one.what, one.line): one.taken for one in left if one.question not in (BEYOND, TIE)}
+        self.open = {
+            (one.what, one.line): one.taken for one in left if one.question not in (BEYOND, TIE) and not one.seen
+        }
         self.aside = 0
         self.hanging: set[int] = set()
         self.keep = self._kept

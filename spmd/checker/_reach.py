@@ -173,6 +173,7 @@ class Reach:
         self._depends = depends  # for each result whether it is made of arguments
         self._asked = frozenset((SIDE, TIE, APART, BEYOND, LARGE))
         self._taken: dict[Key, set[Side]] = {}
+        self._seen: dict[Key, set[Side]] = {}  # by draws whose results are not finite
         self._bounds: list[tuple[Array, Array]] = []  # between which finite numbers each element of each result was
         self.captured: Sequence[tuple[str, Array]] = ()
 
@@ -222,9 +223,9 @@ class Reach:
             pairs = zip(self._bounds, ends, strict=True)
             ends = [(np.minimum(low, x), np.maximum(high, y)) for (low, high), (x, y) in pairs]
         self._bounds = ends
-        if all(not x.size or np.isfinite(x).any() for x in values[gradients:]):
-            for key, answers in more.items():
-                self._taken.setdefault(key, set()).update(answers)
+        shown = all(not x.size or np.isfinite(x).any() for x in values[gradients:])
+        for key, answers in more.items():
+            (self._taken if shown else self._seen).setdefault(key, set()).update(answers)
 
     def adds(self, more: Mapping[Key, set[Side]]) -> bool:
         """Return whether a draw shows more than those before."""
@@ -250,9 +251,10 @@ class Reach:
     def unreached(self) -> tuple[Unreached, ...]:
         """The sides that no draw took, once for each line and question."""
         taken = {key: frozenset(x for q, x in self._taken.get(key, ()) if q == SIDE) for key in self.choices}
-        every = ((c, taken[key], q) for key, c in self.choices.items() for q in sorted(self._lacking(key)))
-        found = [Unreached(c.what, c.line, q, sides) for c, sides, q in every]
-        return tuple({(one.line, one.question): one for one in reversed(found)}.values())[::-1]
+        seen = lambda key, question: question not in self._lacking(key, self._seen.get(key, ()))
+        every = ((key, c, q) for key, c in self.choices.items() for q in sorted(self._lacking(key)))
+        found = [Unreached(c.what, c.line, q, taken[key], seen(key, q)) for key, c, q in every]
+        return tuple({(one.line, one.question, one.seen): one for one in reversed(found)}.values())[::-1]
 
     @property
     def flat(self) -> list[int]:
