@@ -156,7 +156,7 @@ class Called:
     Attributes:
       name: The name.
       kernel: Whose name it is, by number.
-      same: Whether the signature or a verb gave it, and nothing but elementwise code and transpositions came since then.
+      same: Whether the signature or a verb gave it, and only elementwise code and transpositions came since then.
       origin: The argument or the call, and of a call the equation, and those around.
     """
 
