@@ -157,7 +157,7 @@ class Called:
     Attributes:
       name: The name.
       kernel: Whose name it is, by number.
-      same: Whether nothing but elementwise code and transpositions came since then.
+      same: Whether the signature or a verb gave it, and only elementwise code and transpositions came since then.
       origin: The argument or the call, and of a call the equation, and those around.
     """
 
@@ -220,7 +220,10 @@ class Misnamed(Names):
     def as_said(self, layout: Layout, what: str, where: Where | None = None) -> Labels:
         """The names of a layout without `...`, which an argument or a call gave."""
         return tuple(
-            [tuple([Called(name, self.here, origin=(what, where)) for name in dim.names]) for dim in layout.dims]
+            [
+                tuple([Called(name, self.here, where is None, (what, where)) for name in dim.names])
+                for dim in layout.dims
+            ]
         )
 
     def run(self, eqn: Equation, part: Held, operands: Sequence[Labels]) -> list[Labels]:
@@ -254,13 +257,16 @@ class Misnamed(Names):
         if known is not None and len(known.layout.dims) == len(given):  # the result of a verb
             out = [a or b for a, b in zip(given, self.as_said(known.layout, known.origin, (known, ())), strict=True)]
         made, wrong = eqn.params["role"] in ("made", "created"), dict[int, Called]()
+        held = {one.name for label in out for one in label}
         for place, (i, dim) in zip(places or (), dims, strict=bool(places)):
             if len(dim.atoms) != 1 or (name := dim.names[0]) not in apart.alike or (out[place] is _MIXED and not made):
                 continue
             ours = [one for one in out[place] if one.kernel == self.here and one.name in sizes]
             # Of another length, it is another dimension.
-            if made or len(out[place]) != len(ours) or [sizes[one.name].size for one in ours] != [sizes[name].size]:
-                out[place] = (Called(name, self.here, origin=(eqn.params["call"], where)),)
+            anew = made or len(out[place]) != len(ours) or [sizes[one.name].size for one in ours] != [sizes[name].size]
+            # What a product or a sum has made, a string may name: the next layer's "d" is what this one calls "e".
+            if anew or (name not in held and not ours[0].same):
+                out[place] = (Called(name, self.here, made, (eqn.params["call"], where)),)
             elif ours[0].name != name:
                 wrong[i], out[place] = ours[0], _MIXED
         if wrong:
@@ -280,7 +286,7 @@ class Misnamed(Names):
 
 def misnamed(jaxpr: Any, own: Apart | None = None) -> list[Finding]:
     """The strings that take a dimension for another one of its size. Where the two cannot have different sizes for
-    another reason, a string is not certain to be wrong, and one after a product or a sum is not told.
+    another reason, a string is not certain to be wrong, and one after other than elementwise code is not told.
 
     Args:
       jaxpr: A body, or a program that calls kernels.
