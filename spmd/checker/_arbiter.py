@@ -33,7 +33,7 @@ from spmd._jaxprs.walker import equations
 from spmd._python.ambient import Ambient
 from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
-from spmd.checker._choices import LARGE, SIDE, Unreached
+from spmd.checker._choices import LARGE, SIDE, Captured, Unreached
 from spmd.checker._drives import drives
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
@@ -95,7 +95,7 @@ class Trial:
       shifts: The lines of permutations by numbers that were taken as shifts.
       underived: Why gradients were not compared, where the program has none.
       unreached: The sides of choices that no draw took.
-      flat: The results and gradients that were one number in all draws.
+      flat: Where results and gradients stand, in what `pulled` gives, that were one number in all draws.
       captured: The arrays that the program closes over and that are one number, as zeros are.
       whole: The sizes of the mesh that the program is given, if those are others.
       names: For each name whose size is another one, that size and the one that is given.
@@ -121,8 +121,8 @@ class Trial:
     shifts: tuple[str, ...] = ()
     underived: str = ""
     unreached: tuple[Unreached, ...] = ()
-    flat: tuple[str, ...] = ()
-    captured: tuple[str, ...] = ()
+    flat: tuple[Any, ...] = ()
+    captured: tuple[Captured, ...] = ()
     whole: Mapping[str, int] | None = None
     names: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     first: Callable[[], Located] = field(default=Located, compare=False)
@@ -312,7 +312,7 @@ class _Program:
         turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
         for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
-                shown = self._shown(turn, number if quiet else None, form, (ours, sizes), (base, other), read, reach)
+                shown = self._outcome(turn, number if quiet else None, form, (ours, sizes), (base, other), read, reach)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
             if shown is None:
@@ -350,12 +350,12 @@ class _Program:
             quiet=quiet,
             shifts=tuple(dict.fromkeys(self.shifts)),
             unreached=reach.unreached + self._left_by_sizes(other),
-            flat=tuple(labelled(form.paths()[i]) for i in reach.flat),
-            captured=tuple(f"{x.dtype}{list(x.shape)} at {line}" for line, x in reach.captured),
+            flat=tuple(form.paths()[i] for i in reach.flat),
+            captured=reach.captured,
         )
         return self._but_for_nan(agreed, form, told)
 
-    def _shown(
+    def _outcome(
         self,
         turn: _Turn,
         noise: float | None,

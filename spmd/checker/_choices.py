@@ -76,6 +76,17 @@ class Unreached(NamedTuple):
         return f"{_TEXTS[self.question]} {self.what} at {self.line}"
 
 
+class Captured(NamedTuple):
+    """An array that a program closes over and that is one number, as zeros are."""
+
+    line: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"other numbers of a captured array, which is one number: {self.dtype}{list(self.shape)} at {self.line}"
+
+
 _TEXTS = {
     SIDE: "the other side of",
     TIE: "a tie in",

@@ -1,7 +1,7 @@
 """Between which numbers the values of a program lie, whatever its arguments are.
 
 `jnp.argmax(x)` is at least 0, so no number makes `jnp.argmax(x) < 0` true, and no draw has to. The positions of
-an array are at most its size, so an int32 that counts them may be too small. Bounds that nobody knows are infinite.
+an array are at most its size, so an int32 that counts them may be too small. Unknown bounds are infinite.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from spmd._jaxprs.primitives import of_verbs
 from spmd._jaxprs.walker import COMMUNICATES, Equation, axes_of, shape_of
 from spmd._trees.leaves import is_key
 from spmd.checker._primitives import MOVES, SAME
@@ -129,13 +130,19 @@ _within = lambda one: lambda eqn, *ranges: one
 _first: Callable[..., Range] = lambda eqn, x, *_: x
 _all: Callable[..., Range] = lambda eqn, *ranges: Range(min(x.low for x in ranges), max(x.high for x in ranges))
 
+_SUMS = of_verbs("psum", "psum_scatter")
+_COUNTS = _SUMS | {"iota", "reduce_sum", "cumsum"}
+_ORDERS = ("lt", "le", "gt", "ge", "eq")
 _MOVES = MOVES - {"bitcast_convert_type", "select_n", "dynamic_slice", "dynamic_update_slice"}
 
 _RANGES: dict[str, Callable[..., Range]] = {
     **dict.fromkeys(SAME, _first),
     **dict.fromkeys(_MOVES, _all),
     **dict.fromkeys(("convert_element_type", "dynamic_slice", "reduce_max", "reduce_min", "cummax", "cummin"), _first),
-    **dict.fromkeys(COMMUNICATES - {"psum", "psum_invariant", "reduce_scatter"}, _first),
+    **dict.fromkeys(COMMUNICATES - _SUMS - of_verbs("ppermute", "ragged_all_to_all"), _first),
+    # A device that gets nothing has zeros, or what it had.
+    **dict.fromkeys(of_verbs("ppermute"), lambda eqn, *ranges: _all(eqn, *ranges) | Range(0, 0)),
+    **dict.fromkeys(of_verbs("ragged_all_to_all"), lambda eqn, x, out, *_: x | out),
     "select_n": lambda eqn, _, *cases: _all(eqn, *cases),
     "dynamic_update_slice": lambda eqn, x, new, *_: x | new,
     "iota": _counted,
@@ -171,37 +178,32 @@ _RANGES: dict[str, Callable[..., Range]] = {
 }  # fmt: skip
 
 
-def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int]) -> tuple[Range, bool]:
+def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int], free: bool) -> tuple[Range, bool]:
     """The range of the results of an equation, and whether it is larger than their type for numbers that are known.
 
     Args:
       eqn: The equation.
       operands: The ranges of its operands.
       sizes: The sizes of the mesh axes around it.
+      free: Whether an operand is made of arguments: such a floating-point number may be NaN.
     """
-    if eqn.primitive.name in ("and", "or", "not") and eqn.outvars[0].aval.dtype != np.bool_:
-        return ANY, False
-    dtype = getattr(eqn.outvars[0].aval, "dtype", None) if eqn.outvars else None
+    name, dtype = eqn.primitive.name, getattr(eqn.outvars[0].aval, "dtype", None) if eqn.outvars else None
     if dtype is None or not (dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)):
         return ANY, False
-    count = math.prod(sizes.get(axis, 1) for axis in axes_of(eqn)) if eqn.primitive.name in _SUMS else 1
-    rule = _RANGES.get(eqn.primitive.name)
-    if eqn.primitive.name in _SUMS:
-        found = _sums(count, operands[0])
-    elif eqn.primitive.name == "axis_index":
-        found = Range(0, math.prod(sizes.get(axis, 1) for axis in axes_of(eqn)) - 1)
-    else:
-        found = ANY if rule is None else rule(eqn, *operands)
+    if name in ("and", "or", "not") and dtype != np.bool_:
+        return ANY, False
+    old = getattr(eqn.invars[0].aval, "dtype", dtype) if eqn.invars else dtype
+    found = _found(eqn, operands, math.prod(sizes.get(axis, 1) for axis in axes_of(eqn)))
     if dtype == np.bool_:
-        return Range(max(found.low, 0), min(found.high, 1)), False
+        return _as_flag(name, operands, found, free and jnp.issubdtype(old, jnp.inexact)), False
     if not jnp.issubdtype(dtype, jnp.integer):
-        old = getattr(eqn.invars[0].aval, "dtype", dtype) if eqn.invars else dtype
-        counts = eqn.primitive.name in _COUNTS or (
-            eqn.primitive.name == "convert_element_type" and old != np.bool_ and not jnp.issubdtype(old, jnp.inexact)
-        )
-        counts = counts and jnp.issubdtype(dtype, jnp.floating)
+        whole = name == "convert_element_type" and old != np.bool_ and not jnp.issubdtype(old, jnp.inexact)
+        counts = (name in _COUNTS or whole) and jnp.issubdtype(dtype, jnp.floating)
         exact = 2.0 ** (jnp.finfo(dtype).nmant + 1) if counts else math.inf  # up to here each whole number is one
         return found, any(math.isfinite(x) and abs(x) > exact for x in found)
+    if name == "convert_element_type" and free and jnp.issubdtype(old, jnp.inexact):
+        return ANY, False  # NaN may become any integer
+    found = Range(*(math.trunc(x) if math.isfinite(x) else x for x in found))  # a quotient is cut, and a conversion
     info = jnp.iinfo(dtype)
     beyond = any(math.isfinite(x) and not info.min <= x <= info.max for x in found)
     if beyond or jnp.issubdtype(dtype, jnp.unsignedinteger):  # which wraps, as hashes mean it to
@@ -209,5 +211,19 @@ def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int]) -> t
     return found, False
 
 
-_COUNTS = frozenset(("iota", "reduce_sum", "cumsum", "psum", "psum_invariant"))
-_SUMS = frozenset(("psum", "psum_invariant", "reduce_scatter"))
+def _found(eqn: Equation, operands: Sequence[Range], devices: int) -> Range:
+    """The range before it is rounded to a type."""
+    if eqn.primitive.name in _SUMS:
+        return _sums(devices, operands[0])
+    if eqn.primitive.name == "axis_index":
+        return Range(0, devices - 1)
+    rule = _RANGES.get(eqn.primitive.name)
+    return ANY if rule is None else rule(eqn, *operands)
+
+
+def _as_flag(name: str, operands: Sequence[Range], found: Range, nan: bool) -> Range:
+    """The range of a boolean. NaN is not equal to any number, nor smaller or larger, and not zero."""
+    if name == "convert_element_type":
+        found = _not(_equal(operands[0], Range(0, 0)))
+    low = 0 if nan and name in _ORDERS else max(found.low, 0)
+    return Range(low, 1 if nan and name in ("ne", "convert_element_type") else min(found.high, 1))

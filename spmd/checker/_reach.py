@@ -26,6 +26,7 @@ from spmd.checker._choices import (
     TIE,
     WAY,
     WRAPS,
+    Captured,
     Choice,
     Key,
     Side,
@@ -60,7 +61,7 @@ class _Reads(Domain):
       captured: For the `id` of each array that the program closes over, the negative number that stands for it in
         `_Made.reads`, and the array.
       lines: Where each captured array is read first.
-      ways: The primitives at each line, but for those that change nothing but a shape.
+      ways: The primitives at each line, but for those that change nothing but a shape; None if they are not asked for.
       fixed: The answers of the choices that sizes alone decide, by primitive and line.
       beyond: The primitives and lines of numbers that are larger than their type allows.
     """
@@ -72,10 +73,10 @@ class _Reads(Domain):
         self.found: dict[Key, Choice] = {}
         self.captured: dict[int, tuple[int, Any]] = {}
         self.lines: dict[int, str] = {}
-        self.ways: dict[tuple[str, str], None] = {}
+        self.ways: dict[tuple[str, str], None] | None = None
         self.fixed: dict[tuple[str, str], frozenset[Any]] = {}
         self.beyond: dict[tuple[str, str], None] = {}
-        self.keep = self._kept
+        self.keep = self._note_choice
 
     def constant(self, var: Variable | None, value: Any) -> _Made:
         if var is None or value is None or not hasattr(value, "dtype"):
@@ -105,12 +106,13 @@ class _Reads(Domain):
             for i in one.reads:
                 if i < 0:
                     self.lines.setdefault(i, line_of(eqn, self.callers))
-        found, beyond = ranges(eqn, [one.range for one in operands], self.sizes)
+        reads = _all_reads(operands)
+        found, beyond = ranges(eqn, [one.range for one in operands], self.sizes, any(i >= 0 for i in reads))
         if beyond:
             self.beyond[eqn.primitive.name, line_of(eqn, self.callers)] = None
         if eqn.primitive.name == "sort":
-            return [_Made(_all_reads(operands), one.range) for one in operands]
-        return [_Made(_all_reads(operands), found)] * len(eqn.outvars)
+            return [_Made(reads, one.range) for one in operands]
+        return [_Made(reads, found)] * len(eqn.outvars)
 
     def _way(self, eqn: Equation) -> str:
         """Its primitive; a permutation written for fewer devices than there are is another one."""
@@ -119,8 +121,8 @@ class _Reads(Domain):
             return "ppermute" if len(eqn.params["perm"]) >= count // 2 else "a ppermute of some devices"
         return eqn.primitive.name
 
-    def _kept(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
-        if eqn.primitive.name not in _SHAPES and not is_ours(eqn):
+    def _note_choice(self, eqn: Equation, operands: Sequence[_Made], outs: Any) -> Any:
+        if self.ways is not None and eqn.primitive.name not in _SHAPES and not is_ours(eqn):
             self.ways[self._way(eqn), line_of(eqn, self.callers)] = None
         if eqn.primitive.name not in CHOICES:
             return outs
@@ -131,7 +133,7 @@ class _Reads(Domain):
             can = possible(eqn, [one.range for one in operands], outs[0].range)
             if not reads or any(i >= 0 for i in reads) or eqn.primitive.name not in ("select_n", "cond"):
                 needs[SIDE] = min(needs[SIDE], len(can))
-            if not reads and call_site(eqn, self.callers) is not None:
+            if not reads and self.ways is not None and call_site(eqn, self.callers) is not None:
                 at = eqn.primitive.name, line_of(eqn, self.callers)
                 self.fixed[at] = self.fixed.get(at, frozenset()) | can
         if not needs:
@@ -146,8 +148,8 @@ class _Reads(Domain):
         meant = drawn or per_shard_reason(eqn, self.callers) is not None
         if LARGE in needs and not any(i >= 0 for i in reads):
             del needs[LARGE]
-        site = call_site(eqn, self.callers)
-        if reads and any(n > (q == SIDE) for q, n in needs.items()) and not meant and site is not None:
+        asked = reads and any(n > (q == SIDE) for q, n in needs.items()) and not meant
+        if asked and (site := call_site(eqn, self.callers)) is not None:
             key = key_of(eqn, self.callers)
             before = self.found[key].reads if key in self.found else frozenset[int]()
             backward = is_transposed(eqn, self.callers)
@@ -175,7 +177,7 @@ class Reach:
         self._taken: dict[Key, set[Side]] = {}
         self._seen: dict[Key, set[Side]] = {}  # by draws whose results are not finite
         self._bounds: list[tuple[Array, Array]] = []  # between which finite numbers each element of each result was
-        self.captured: Sequence[tuple[str, Array]] = ()
+        self.captured: tuple[Captured, ...] = ()
 
     @classmethod
     def of(cls, jaxpr: Any, base: Any, arrays: Sequence[Any], results: int) -> Self:
@@ -211,7 +213,8 @@ class Reach:
         reach = cls(found, [any(i >= 0 for i in one.reads) for one in outs], results)
         real = lambda x: not is_key(x) and np.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.inexact)
         constants = ((reads.lines.get(i, ""), np.asarray(x)) for i, x in reads.captured.values() if real(x))
-        reach.captured = [(line, x) for line, x in constants if (x == x.flat[0]).all()]
+        same = (Captured(line, str(x.dtype), x.shape) for line, x in constants if (x == x.flat[0]).all())
+        reach.captured = tuple(same)
         return reach
 
     def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
@@ -283,11 +286,11 @@ def left_by_sizes(given: Any, tried: Any) -> list[Unreached]:
       given: The program at the sizes given.
       tried: The same at other ones, or the same.
     """
-    whole, small = (_walked(jaxpr) for jaxpr in (given, tried))
+    whole = _walked(given)
     found = [Unreached(what, line, WRAPS) for what, line in whole.beyond]
     if given is not tried:
-        new = whole.ways.keys() - small.ways.keys()
-        found += [Unreached(*at, WAY) for at in whole.ways if at in new]
+        small = _walked(tried)
+        found += [Unreached(*at, WAY) for at in whole.ways or () if at not in (small.ways or ())]
         wider = (at for at, can in whole.fixed.items() if not can <= small.fixed.get(at, can))
         found += [Unreached(*at, SIDE) for at in wider]
     return list({(one.line, one.question): one for one in reversed(found)}.values())[::-1]
@@ -296,6 +299,7 @@ def left_by_sizes(given: Any, tried: Any) -> list[Unreached]:
 def _walked(jaxpr: Any) -> _Reads:
     arrays = jaxpr.in_avals
     reads = _Reads([i for i, x in enumerate(arrays) if is_key_type(getattr(x, "dtype", None))], {})
+    reads.ways = {}
     # A mask counts at most all its elements: how many these are, its size says.
     known = [Range(0, 1) if getattr(x, "dtype", None) == np.bool_ else ANY for x in arrays]
     walk(jaxpr, [_Made(frozenset((i,)), one) for i, one in enumerate(known)], reads)

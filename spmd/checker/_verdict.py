@@ -119,9 +119,8 @@ def judge(
 
 def unreached(trial: Trial) -> list[str]:
     """Return what no draw showed, in words."""
-    flat = (f"numbers of {one}, which are not finite or always the same" for one in trial.flat)
-    captured = (f"other numbers of a captured array, which is one number: {one}" for one in trial.captured)
-    return list(dict.fromkeys([*map(str, trial.unreached), *flat, *captured]))
+    flat = (f"numbers of {labelled(path)}, which are not finite or always the same" for path in trial.flat)
+    return list(dict.fromkeys([*map(str, trial.unreached), *flat, *map(str, trial.captured)]))
 
 
 def apart_text(trial: Trial) -> list[str]:
