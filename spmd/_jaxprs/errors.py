@@ -69,7 +69,7 @@ class Told:
       kind: "carry" (a loop changes the type of its carry), "branches" (those of a cond give different types),
         "placement" (whole arrays are placed where shards are), "pallas" (a result without manual axes), "axis" (a
         collective names an axis that is not bound), "decision" (Python decides by a value), "layout" or "pattern" (a
-        call lacks its string), "mixed" (a reduction over axes of which the value varies on some only), "numpy" (NumPy
+        call lacks its string), "mixed" (a reduction also over axes on which the value is equal), "numpy" (NumPy
         takes a traced array), "number" (Python takes its value), "selection" (its values decide the size of a result),
         "memory" (operands lie in different memories),
         "rule" (the forward rule of a `custom_vjp` gives other types than its function), "mapped" (what `vmap` makes of

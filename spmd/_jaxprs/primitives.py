@@ -27,7 +27,7 @@ class Primitive(NamedTuple):
         | `asked` | it reads no more than what it gives, and is fused |
         | `update`, `scatter` | it writes no more than its updates; a scatter computes, too |
         | `orders`, `whole` | it reads all, and writes all; the second computes, too |
-        | `` | nobody knows |
+        | `` | unknown |
     """
 
     dims: str = ""

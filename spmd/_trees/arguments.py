@@ -46,7 +46,7 @@ def explained(fn: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(fn)
-    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+    def checked_call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return fn(*args, **kwargs)
         except SpmdError:
@@ -58,7 +58,7 @@ def explained(fn: Callable[P, R]) -> Callable[P, R]:
                 raise SpmdError(rule, call=f"{fn.__name__}(...)", got=got, advice=_documented(fn, name)) from error
             raise
 
-    return called
+    return checked_call
 
 
 @if_possible
@@ -75,7 +75,7 @@ def _wrong(fn: Any, args: Any, kwargs: Any, error: Exception) -> list[tuple[str,
     asked = isinstance(error, AttributeError) and hasattr(jax.Array, error.name or "")  # for what arrays have
     found = []
     for name, value in bound.items():
-        hint, given = hints.get(name, Any), _given(value)
+        hint, given = hints.get(name, Any), _text_of(value)
         if asked and value is error.obj:
             found.append((name, f"{name} is an array, not {given}."))
         elif not _fits(value, hint):
@@ -85,7 +85,7 @@ def _wrong(fn: Any, args: Any, kwargs: Any, error: Exception) -> list[tuple[str,
     return found
 
 
-def _given(value: Any) -> str:
+def _text_of(value: Any) -> str:
     """A value as a message shows it: never one of an array."""
     parts = value if isinstance(value, list | tuple) else [value]
     plain = all(isinstance(one, str | int | float) for one in parts)

@@ -49,7 +49,7 @@ def _grouped(eqn: Equation) -> bool:
 
 
 def _unplaced(walk: Engine, operand: State, shape: Sequence[int], different: Axes) -> State:
-    """A value of which only the axes along which it may differ are known: those of the operand, and these. Along other
+    """A value whose dimensions are unknown. It may differ along the axes of the operand, and along these. Along other
     axes a term of a sum is one still, and what was done to a piece is done."""
     pending = _left(operand, frozenset(different))
     partial = operand.partial.difference(different)

@@ -259,8 +259,8 @@ class Engine(Domain):
         return self.hidden(eqn, operands, NONE.union(partial, (p.axis for p in pending)), **known)
 
     def hidden(self, eqn: Equation, operands: Sequence[State], known: Iterable[str] = (), **facts: Any) -> list[State]:
-        """The results of an equation that nobody can look into: they may differ wherever an operand does, but for the
-        axes of which something else is known."""
+        """The results of an equation that has no rule: they may differ wherever an operand does, but for the axes that
+        are `known` otherwise."""
         different = NONE.union(*(o.axes for o in operands)).difference(known)
         return [self.kept(State(tuple(map(hidden, shape_of(v))), different=different, **facts)) for v in eqn.outvars]
 

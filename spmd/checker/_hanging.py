@@ -23,7 +23,7 @@ _DECIDED: frozenset[int] = frozenset((0,))  # what an open choice decided by unf
 
 
 def hanging(suspicions: Sequence[Finding], left: Collection[Unreached], checked: Engine) -> list[Finding]:
-    """Return the suspicions that hang on these sides, and those of which nobody knows what they are about.
+    """Return the suspicions that hang on these sides, and those that name no equation.
 
     Args:
       suspicions: What types suspect.
@@ -55,7 +55,7 @@ class _Hanging(Domain):
         }
         self.aside = 0
         self.hanging: set[int] = set()
-        self.keep = self._kept
+        self.keep = self._note_suspicion
 
     def constant(self, var: Variable | None, value: Any) -> frozenset[int]:
         return frozenset()
@@ -69,22 +69,22 @@ class _Hanging(Domain):
     def branches(
         self, eqn: Equation, parts: Sequence[Held], operands: Sequence[frozenset[int]]
     ) -> list[frozenset[int]]:
-        taken, outs = self._taken(eqn), []
+        taken, outs = self._sides_taken(eqn), []
         for side, part in enumerate(parts):
             self.aside += (untaken := taken is not None and side not in taken)
             outs.append(self.run(eqn, part, part.of(operands)))
             self.aside -= untaken
         return [frozenset[int]().union(*found) for found in zip(*outs, strict=True)]
 
-    def _taken(self, eqn: Equation) -> frozenset[Any] | None:
+    def _sides_taken(self, eqn: Equation) -> frozenset[Any] | None:
         """The sides that some draw took, of a choice of which none took all; else None."""
         if eqn.primitive.name not in CHOICES or (site := call_site(eqn, self.callers)) is None:
             return None
         return self.open.get((eqn.primitive.name, line_of(*site)))
 
-    def _kept(self, eqn: Equation, operands: Sequence[frozenset[int]], outs: Any) -> Any:
+    def _note_suspicion(self, eqn: Equation, operands: Sequence[frozenset[int]], outs: Any) -> Any:
         suspected, read = id(eqn) in self.about, frozenset[int]().union(*operands)
-        taken = self._taken(eqn)
+        taken = self._sides_taken(eqn)
         if suspected and (self.aside or taken is not None or read & _DECIDED):
             self.hanging.add(id(eqn))
         marks: frozenset[int] = frozenset((id(eqn),)) if suspected else frozenset()

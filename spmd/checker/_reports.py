@@ -37,7 +37,7 @@ def summed_by_gradient(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fault:
     got = (f"the sum: {eqn.outvars[0].aval.dtype}[{shape}], of what each device along {along} computes{at}",)
     advice = (
         'of a mean: spmd.value_and_grad(fn), where fn ends in spmd.reduce(x, "<its layout> -> scalar", "mean");\n'
-        f'of a sum, of which each device has a term: spmd.value_and_grad(fn, loss="{{U:{marks}}}");\n'
+        f'of a sum with a term on each device: spmd.value_and_grad(fn, loss="{{U:{marks}}}");\n'
         f'x = spmd.defer(x, "... -> ... {{R:{marks}}}") before it, if each device keeps its own gradient'
     )
     return Fault(rule, walk.kernel, None, None, got, advice=advice)
