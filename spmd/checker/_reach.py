@@ -130,7 +130,7 @@ class _Reads(Domain):
         reads = _all_reads(operands[INDEXED.get(eqn.primitive.name, decides)])
         needs = dict(CHOICES[eqn.primitive.name][1](eqn))
         if SIDE in needs:
-            can = possible(eqn, [one.range for one in operands], outs[0].range)
+            can = possible(eqn, [one.range for one in operands], outs[0].range if outs else ANY)
             if not reads or any(i >= 0 for i in reads) or eqn.primitive.name not in ("select_n", "cond"):
                 needs[SIDE] = min(needs[SIDE], len(can))
             if not reads and self.ways is not None and call_site(eqn, self.callers) is not None:

@@ -292,7 +292,7 @@ def test_rules(run):
     status, out, err = run("rules")
     lines = [re.split("  +", line) for line in out.splitlines()]
     assert (status, err) == (0, "")
-    assert ["dot_general", "reduced: sum", "product"] in lines
+    assert ["dot_general", "contracted", "product"] in lines
     assert ["psum", "psum, pmax, pmin: equal along their axes."] in lines
     assert [row for row in lines if row[0] in ("primitive", "partial sum")] == [
         ["primitive", "dimensions", "partial sum"],

@@ -86,6 +86,14 @@ def test_a_suspicion_that_hangs_on_such_a_side_is_loud() -> None:
     assert any("no draw shows" in str(one.message) for one in warned)
 
 
+def test_a_branch_may_have_no_results() -> None:
+    def body(x: Any) -> Any:
+        lax.cond(lax.psum(x.sum(), "dp") > 0, lambda: None, lambda: None)
+        return x
+
+    assert verdict(body, ROWS).kind == "proved"
+
+
 def test_what_is_meant_per_shard_is_not_asked_for() -> None:
     def body(x: Any, step: Any) -> Any:
         with spmd.per_shard("each block decides for itself"):
