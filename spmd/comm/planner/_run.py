@@ -121,7 +121,8 @@ def run(x: Any, request: Request, copies: Copies) -> Any:
 
 def _run(x: Any, request: Request, copies: Copies) -> Any:
     """The same without axes of size 1."""
-    found, on = route(request), Mesh.of(request, route(request).parts)
+    found = route(request)
+    on = Mesh.of(request, found.parts)
     here, there = _axes(request.source), _axes(request.target)
     copies = copies | (_compat.varying_axes(x) - here - there - set(request.summed))
     plain = all(_is_own_reverse(leg, copies, request) for leg in found.legs) and not found.parts
@@ -354,9 +355,9 @@ def _bound(x: Any, request: Request, found: NamedRoute, moving: Axes, copies: Co
 
 def _plain(x: Any, *, request: Request, found: NamedRoute, moving: Axes, copies: Copies) -> Any:
     """The steps with everything typed varying."""
-    x = _compat.pvary(x, moving)
+    x, on = _compat.pvary(x, moving), Mesh.of(request, found.parts)
     for leg in found.legs:
-        x = _STEPS[leg.kind](x, leg, Mesh.of(request, found.parts), frozenset(moving))
+        x = _STEPS[leg.kind](x, leg, on, frozenset(moving))
     kept = _axes(request.target) | copies
     return _lax.to_invarying(_compat.pvary(x, moving), tuple(a for a in moving if a not in kept))
 
