@@ -32,7 +32,7 @@ BUDGET = {
     "_processes": 295,
     "_python": 227,
     "_trees": 551,
-    "checker": 7190,
+    "checker": 7210,
     "cluster": 1879,
     "comm": 2909,
     "drawing": 300,
