@@ -397,7 +397,7 @@ def test_random_programs_are_refused_or_as_good_as_written(seed):
             outs.append((jnp.sin(whole), whole.sum(0), y @ again, y * again[0].sum())[use])
         return (all_gather(x, "s/tp d -> s d", to=kept), *outs)
 
-    right = ["s d", *(("s d", "d", "b/tp d", "b/tp d")[use] for use in uses)]
+    right = ["s d", *(("s d", "d", "b/tp d", "b/tp s")[use] for use in uses)]
     pattern = f"s/tp d, b/tp s -> {', '.join(right)}"
     run, written = kernel(pattern, fn), kernel(pattern, lambda x, y: fn(x, y, "invarying", "varying"))
     there = sum(size for _, size in backward(written).values())
