@@ -41,6 +41,7 @@ import pytest
 
 from tests.checker import random_programs
 from tests.checker.test_soundness import called_equal
+from tests.conftest import FULL_CASES
 from tests.kernels import test_sampled_calls
 from tests.programs import FAMILIES, Program, attempt
 from tests.sampler import Choices
@@ -197,8 +198,10 @@ def reproduced(family: str, seed: int) -> str:
     if family == "sampled":
         name = sampled_call(Choices(seed))[2]
         return f"SPMD_TEST_SEED={seed} SPMD_TEST_CASES=1 python -m pytest '{name}'"
+    cases = FULL_CASES if family in ALONE else 1  # of those that run alone, the default suite takes a share
     return (
-        f"SPMD_TEST_SEED={seed} SPMD_TEST_CASES=1 python -m pytest 'tests/test_soak.py::test_programs[{family}-{seed}]'"
+        f"SPMD_TEST_SEED={seed} SPMD_TEST_CASES={cases} "
+        f"python -m pytest 'tests/test_soak.py::test_programs[{family}-{seed}]'"
     )
 
 
