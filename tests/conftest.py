@@ -32,6 +32,10 @@ given = os.environ.get("XLA_FLAGS", "")
 known = [f"--{flag}" for flag, end in FLAGS.items() if jax.__version_info__ < end and flag.split("=")[0] not in given]
 os.environ["XLA_FLAGS"] = " ".join([given, *known]).strip()
 
+# A first call that asks numbers of every small kernel would double the suite's time, and many tests have wrong kernels.
+# tests/kernels/test_trial.py is about these numbers; scripts and pages run with the default, as users do.
+os.environ.setdefault("SPMD_CHECK", "types")
+
 os.environ["COLUMNS"] = "100"  # tables are as wide as the terminal
 
 gc.set_threshold(50_000, 20, 50)  # traces make many small objects that stay

@@ -19,11 +19,12 @@ from spmd._jaxprs.walker import held, opened
 from spmd._text import shown_file
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_EINOPS = os.path.dirname(os.path.abspath(einops.__file__)) + os.sep
 _CHECK = os.path.join(_PACKAGE, "checker", "_api.py")
 
 # JAX skips its own frames when it names a line; ours are skipped in the same way, in JAX's messages too.
 source_info_util.register_exclusion(_PACKAGE)
-source_info_util.register_exclusion(os.path.dirname(os.path.abspath(einops.__file__)) + os.sep)
+source_info_util.register_exclusion(_EINOPS)
 
 # Nobody looks for their own lines in the standard library, or in packages that were installed.
 _INSTALLED = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -88,10 +89,11 @@ def line_of_body(eqn: Any) -> LineName:
 
 
 def is_ours(eqn: Any) -> bool:
-    """Return whether this package called JAX's function that made an equation, and not the user. What `spmd.check`
-    calls is what the user gave to it."""
+    """Return whether this package called the function of JAX's or einops' that made an equation, and not the user.
+    What `spmd.check` calls is what the user gave to it."""
     files = (code.co_filename for code, _ in _compat.call_stack(eqn))
-    return next((file.startswith(_PACKAGE) and file != _CHECK for file in files if not _compat.in_jax(file)), False)
+    own = (file for file in files if not (_compat.in_jax(file) or file.startswith(_EINOPS)))
+    return next((file.startswith(_PACKAGE) and file != _CHECK for file in own), False)
 
 
 def call_site(eqn: Any, callers: Sequence[Any]) -> tuple[Any, Sequence[Any]] | None:
@@ -102,11 +104,17 @@ def call_site(eqn: Any, callers: Sequence[Any]) -> tuple[Any, Sequence[Any]] | N
     call does. What the functions of a user do that this package calls is the user's, and so is what `spmd.cond` decides
     by.
     """
+    at, around = outside_jax(eqn, callers)
+    decides = any(isinstance(name, DecisionName) for _, name in _compat.name_stack(at))
+    return (at, around) if decides or not is_ours(at) else None
+
+
+def outside_jax(eqn: Any, callers: Sequence[Any]) -> tuple[Any, Sequence[Any]]:
+    """The equation of the call that an equation inside a function of JAX's is a part of, and those around it."""
     at, around = eqn, callers
     while around and all(_compat.in_jax(_file_of(one.jaxpr)) for one in held(around[-1])):
         at, around = around[-1], around[:-1]
-    decides = any(isinstance(name, DecisionName) for _, name in _compat.name_stack(at))
-    return (at, around) if decides or not is_ours(at) else None
+    return at, around
 
 
 def _file_of(jaxpr: Any) -> str:

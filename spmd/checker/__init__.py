@@ -7,7 +7,17 @@ docs/pages/checker.md says what is proved and what is not.
 from __future__ import annotations
 
 from spmd._jaxprs.lines import line_of
-from spmd.checker._api import OutputFacts, check_body, check_jaxpr, check_names, checked, closed_rows, explain_output
+from spmd.checker._api import (
+    ASKED,
+    OutputFacts,
+    check_body,
+    check_jaxpr,
+    check_names,
+    checked,
+    closed_rows,
+    explain_output,
+    numbers_asked,
+)
 from spmd.checker._arbiter import Trial, tried
 from spmd.checker._dataflow import Rules, rules
 from spmd.checker._finding import Finding
@@ -15,6 +25,7 @@ from spmd.checker._findings import Findings, early
 from spmd.checker._verdict import Verdict
 
 __all__ = [
+    "ASKED",
     "Finding",
     "Findings",
     "OutputFacts",
@@ -29,6 +40,7 @@ __all__ = [
     "early",
     "explain_output",
     "line_of",
+    "numbers_asked",
     "rules",
     "tried",
 ]

@@ -36,7 +36,7 @@ from spmd.checker._verdict import (
     unknown_lines,
     unreached,
 )
-from spmd.errors import ReplicationError
+from spmd.errors import ReplicationError, SpmdError
 from spmd.language import Layout
 from spmd.mesh import resized, with_sizes
 from spmd.modes import interpreted
@@ -186,7 +186,8 @@ def check_jaxpr(
     arg_layouts: Sequence[Layout] = (),
     how: str = "error",
     always: bool = False,
-    ask: Callable[[bool], Trial] | None = None,
+    ask: Callable[..., Trial] | None = None,
+    known: bool = False,
     apart: Callable[[], Apart | None] = lambda: None,
 ) -> None:
     """Check every layout in the body of a kernel that was traced as `jit(shard_map(body))`.
@@ -201,8 +202,9 @@ def check_jaxpr(
       arg_layouts: Their layouts, from which a message tells how to mend a value.
       how: "error", "warn", or "off".
       always: Check even if `check` looks at the whole program later, because this trace ends before that.
-      ask: What the numbers say; with True, gradients are compared in any case. They are asked where types suspect
-        something, and decide.
+      ask: What the numbers say; keywords are those of `tried`. They are asked where types suspect something, and
+        decide; and where they cost little.
+      known: Whether they were asked before, for arguments of these shapes.
       apart: What tells its names apart that have one size.
 
     Raises:
@@ -213,7 +215,7 @@ def check_jaxpr(
     walk = Dataflow(kernel, mesh_axes, arg_names=arg_names, arg_layouts=arg_layouts)
     walk_closed(walk, closed_jaxpr)
     try:
-        _report(kernel, walk, how, ask, apart)
+        _report(kernel, walk, how, ask, apart, known)
     except ReplicationError as error:
         error.program = closed_jaxpr
         raise
@@ -223,23 +225,55 @@ def _report(
     kernel: str,
     walk: Dataflow,
     how: str,
-    ask: Callable[[bool], Trial] | None,
+    ask: Callable[..., Trial] | None,
     apart: Callable[[], Apart | None],
+    known: bool = False,
 ) -> None:
-    """Raise what types suspect, if numbers say so too; all of it where nobody can ask them.
-
-    With SPMD_CHECK=full numbers are asked of each kernel, whatever types say.
-    """
-    found, full = dict.fromkeys(walk.findings), os.environ.get("SPMD_CHECK") == "full"
+    """Raise what types suspect, if numbers say so too; all of it where nobody can ask them. Where types suspect
+    nothing, numbers are asked as `numbers_asked` says."""
+    found, asked = dict.fromkeys(walk.findings), numbers_asked()
     names = misnamed(walk.root, apart()) if walk.compares_names else []
+    cheap = asked == "quick" and not (found or known)
+    full = ask is not None and (asked == "full" or (cheap and _differs(walk.root, ask)))
     if ask is None or not (found or full):
         report(kernel, [*names, *found], how, _NAMES if names else "")
         return
-    trial = but_for_noise(ask(about_gradients(walk.findings)), walk)
+    trial = but_for_noise(ask(alone=about_gradients(walk.findings)), walk)
     unknown = unknown_lines(walk, walk.root) if full else ()
     every = [*names, *confirmed(found, trial, kernel, unknown, whole=full, walk=walk)]
     why = trial.why or (f"no draw shows {unreached(trial)[0]}" if trial.unreached else "")
     report(kernel, every, how, why or (_NAMES if names else ""))
+
+
+# What a first call may cost where types suspect nothing: an equation costs about a millisecond, for two traces and one
+# draw, and a loop as many as its rounds.
+_FEW = 200  # equations
+
+
+def _differs(jaxpr: Any, ask: Callable[..., Trial]) -> bool:
+    """Return whether one draw shows that the results are not those of one device, where that costs little."""
+    if sum(1 for _ in itertools.islice(equations(jaxpr), _FEW + 1)) > _FEW:
+        return False
+    return ask(quick=True, gradients=False).wrong
+
+
+ASKED = ("off", "types", "quick", "full")
+
+
+def numbers_asked() -> str:
+    """Return what the first call of a kernel asks: the environment variable SPMD_CHECK.
+
+    "off" is nothing, "types" is types, and numbers where these suspect something, "quick" is that, and results of one
+    draw of each kernel that has few equations, and "full" all draws of each kernel, with gradients.
+
+    Raises:
+      SpmdError: SPMD_CHECK is something else.
+    """
+    asked = os.environ.get("SPMD_CHECK") or "quick"
+    if asked not in ASKED:
+        rule = f"the environment variable SPMD_CHECK is one of {', '.join(ASKED)}."
+        raise SpmdError(rule, call=f"SPMD_CHECK={asked}")
+    return asked
 
 
 _NAMES = "the body cannot be traced where the sizes of these names differ"
@@ -262,7 +296,7 @@ def check_body(
     kernel: str,
     axis_sizes: Mapping[str, int],
     how: str = "error",
-    ask: Callable[[bool], Trial] | None = None,
+    ask: Callable[..., Trial] | None = None,
     apart: Callable[[], Apart | None] = lambda: None,
 ) -> None:
     """Check a body that was inlined in the user's own `shard_map`, and traced on its shards.

@@ -14,9 +14,10 @@ import contextlib
 import functools
 import itertools
 import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +58,8 @@ from spmd.modes import Mode, counting, interpreted, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
-_MOST = 200_000_000  # numbers that one run computes
+_MOST = 200_000_000  # numbers that one run computes, of which an equation is fifty
+_QUICK = 1_000_000  # those of a run that has to be quick
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array
 _ROUNDED = 32  # times the rounding of a type whose bits are computed with
@@ -172,6 +174,7 @@ def tried(
     given: tuple[FlatProgram, Sequence[Any]] | None = None,
     once: bool = False,
     rtol: float | None = None,
+    quick: bool = False,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -190,20 +193,26 @@ def tried(
         have.
       once: Whether one draw is enough.
       rtol: How large a difference may be, as a part of the largest number of an array.
+      quick: Whether the results of one draw of few numbers are enough: the given ones if there are any, because what
+        is right may need them, or drawn ones with which no index leaves its array.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return too_large(sizes)
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes, given), Trial(sizes)
-    program.close = rtol or _CLOSE
+    program.close, program.most = rtol or _CLOSE, _QUICK if quick else _MOST
+    if quick and not all(map(_is_open, arrays)):
+        program.turns.sort(key=lambda turn: not turn.ties)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
     turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
-    turns = [(False, 1)] if once else turns
+    turns = [(False, 1)] if once or quick else turns
     for grad, draws in turns:
         try:
             trial = program.tried(grad, draws=draws)
-            if trial.wrong or draws is None or once:
+            if quick and trial.wrong and program.leaves():
+                return Trial(sizes, why="an index leaves its array")
+            if trial.wrong or draws is None or once or quick:
                 quieted = functools.partial(program.quieted, grad)
                 trial = replace(trial, quieted=quieted, underived=found.why or trial.underived)
                 return program.across_modes(trial) if modes and trial.agrees and reference is None else trial
@@ -265,13 +274,11 @@ class _Program:
     ) -> None:
         self.reference, self.written, self.at_given = reference, written, at_given
         self.shifts: list[str] = []
-        self.rounded, self.close = 0.0, _CLOSE
+        self.rounded, self.close, self.most = 0.0, _CLOSE, _MOST
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         given = all(map(_has_numbers, arrays))
         real = any(jnp.issubdtype(held_dtype(x), jnp.inexact) for x in arrays)
-        free = lambda x: np.size(x) == 1 or jnp.issubdtype(x.dtype, jnp.inexact)  # drawn anew where it is one number
-        open_ones = lambda x: is_key(x) or not _has_numbers(x) or (_is_constant(x) and free(x))
-        alike = bool(reference) or all(map(open_ones, arrays))
+        alike = bool(reference) or all(map(_is_open, arrays))
         with jax.ensure_compile_time_eval():  # the program may be asked about while another one is traced
             bold = [True] * any(jnp.issubdtype(held_dtype(x), jnp.integer) for x in arrays)
             seeds = range(len(_SCALES) if real or not given else 1)
@@ -496,6 +503,12 @@ class _Program:
         """Return whether an index leaves its array on one device, whatever numbers are read as."""
         return all(_leaves(run, base, one, other) for one in readings(ours, base, self.written))
 
+    def leaves(self) -> bool:
+        """Return whether an index leaves its array with the numbers that are drawn first: it may fit what is meant."""
+        ours, form = self._traced(self.sizes)
+        run = self._run(self.turns[0].draws[-1], self.grad)
+        return not self.turns[0].ties and any(_leaves(run, one) for one in (ours, self._base(form)[0]))
+
     def quieted(self, grad: bool) -> Trial:
         """Return the trial without random numbers. A loop that draws until a number is right may not end then."""
         try:
@@ -578,7 +591,7 @@ class _Program:
 
         def run(jaxpr: Any, read: Sequence[Reading] = (), sizes: Any = (), **how: Any) -> Run:
             read_numbers = read_as(read, sizes, jaxpr)
-            found = simulate(jaxpr, numbers, _MOST, noise=noise, numbers=read_numbers, shifted=True, **how)
+            found = simulate(jaxpr, numbers, self.most, noise=noise, numbers=read_numbers, shifted=True, **how)
             self.shifts += found.shifts
             self.rounded = max(self.rounded, found.rounded)
             return found
@@ -657,9 +670,24 @@ def _leaves(run: _Runner, jaxpr: Any, read: Sequence[Reading] = (), sizes: Mappi
 
 @contextlib.contextmanager
 def for_numbers(sizes: Mapping[str, int], how: Mode = "explicit", collect: bool = True) -> Iterator[None]:
-    """What surrounds a trace for numbers, on a mesh of these sizes."""
+    """What surrounds a trace for numbers, on a mesh of these sizes. A `print` in the body prints nothing: it would
+    print shapes that the user did not give."""
     with collecting(collect), interpreted(True), resized(tuple(sizes.items())), mode(how), no_mesh():
-        yield
+        with contextlib.redirect_stdout(cast("IO[str]", _Quiet(sys.stdout))):
+            yield
+
+
+class _Quiet:
+    """A stream that drops what a trace for numbers writes. What other threads write passes."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return len(text) if resized.value else self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
 
 
 def _on_mesh(
@@ -772,6 +800,12 @@ def _has_numbers(x: Any) -> bool:
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return getattr(x, "is_fully_addressable", True) and not getattr(_typed_spec(x), "unreduced", ())
+
+
+def _is_open(x: Any) -> bool:
+    """Return whether other numbers do as well as those of an argument: it has none, or one everywhere."""
+    free = np.size(x) == 1 or jnp.issubdtype(x.dtype, jnp.inexact) if hasattr(x, "dtype") else True
+    return is_key(x) or not _has_numbers(x) or (_is_constant(x) and free)
 
 
 def _is_finite(x: Array) -> Array:

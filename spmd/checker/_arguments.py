@@ -39,13 +39,13 @@ def _drawn(x: jax.ShapeDtypeStruct, below: int, draws: np.random.Generator) -> A
     if is_key(x):
         return _keys(x, int(draws.integers(2**31)))
     if x.dtype == np.bool_:
-        return jnp.asarray(draws.random(x.shape) < 0.5)
+        return draws.random(x.shape) < 0.5
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return jnp.asarray(draws.integers(0, below, x.shape).astype(x.dtype))
+        return draws.integers(0, below, x.shape).astype(x.dtype)
     values = draws.normal(size=x.shape)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         values = values + 1j * draws.normal(size=x.shape)
-    return jnp.asarray(values.astype(x.dtype))  # converted in NumPy, which compiles nothing
+    return values.astype(x.dtype)  # by NumPy, which compiles nothing and is traced by nobody
 
 
 def _keys(x: jax.ShapeDtypeStruct, seed: int) -> Any:

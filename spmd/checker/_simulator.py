@@ -31,11 +31,12 @@ from spmd._jaxprs.walker import (
     axes_of,
     equations,
     held,
+    mapped_axes,
     opened,
     shape_of,
     walk,
 )
-from spmd._trees.leaves import is_key_type
+from spmd._trees.leaves import held_dtype, is_key_type
 from spmd.checker._choices import BEYOND, CHOICES, Key, Side, key_of, sides
 from spmd.checker._primitives import (
     MOVES,
@@ -191,7 +192,7 @@ def held_number(value: Any) -> Array:
     if isinstance(value, jax.core.Tracer):
         raise NotSimulated("it closes over a value of a trace around it")
     found = np.asarray(value)
-    return found.astype(wide_dtype(found.dtype))
+    return found.astype(wide_dtype(held_dtype(found)))  # NumPy's int64 is int32 in JAX
 
 
 class Simulator(Domain):
@@ -509,6 +510,8 @@ def _reduces(fn: Callable[..., Array]) -> Rule:
             return [_within(machine, x, names, groups, fn) for x in operands]
         at = tuple(map(machine.place, names))
         sums = [_reduced(fn, machine.full(x, names), at) for x in operands]
+        if own := tuple(machine.lead + axis for axis in mapped_axes(eqn)):  # the dimension of a vmap with this name
+            sums = [fn(x, axis=own).astype(x.dtype, copy=False) for x in sums]
         return [_within_halves(x, v) for x, v in zip(sums, eqn.outvars, strict=True)]
 
     return run

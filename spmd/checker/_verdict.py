@@ -8,8 +8,8 @@ from typing import Any
 
 from spmd import _compat
 from spmd._jaxprs.facts import CallName, one_line
-from spmd._jaxprs.lines import called_at, line_of
-from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, opened, shape_of, walk
+from spmd._jaxprs.lines import called_at, frames_of, is_ours, line_of, outside_jax
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, held, opened, shape_of, walk
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
 from spmd.checker._finding import MEANT, Finding, found
@@ -315,14 +315,60 @@ def but_for_noise(trial: Trial, walk: Engine) -> Trial:
 
 
 def unknown_lines(walk: Engine, jaxpr: Any) -> list[str]:
-    """The lines where types lose a value: what they know of the operands, they do not know of the result."""
-    lines: dict[str, None] = {}
-    for eqn in equations(jaxpr):
-        outs = [walk.known[v] for v in eqn.outvars if v in walk.known]
-        given = (walk.known.get(v) for v in eqn.invars if not hasattr(v, "val"))
-        if any(map(_is_lost, outs)) and not any(map(_is_lost, given)):
-            lines[_place(eqn)] = None
-    return list(lines)
+    """The lines where types lose a value: what they know of the operands, they do not know of the result.
+
+    What they lose inside a call of this package is known again where the call says how its result lies. Then its tests
+    vouch for what is between; else the line is that of the call.
+    """
+    found = _Lost(walk)
+    found.enter(jaxpr, ())
+    return list(found.lines)
+
+
+class _Lost:
+    """The lines where types lose a value.
+
+    Attributes:
+      walk: The walk that knows how values lie.
+      lines: These lines.
+      made: For each value that is lost inside a call of this package, its equation and which call that is.
+    """
+
+    def __init__(self, walk: Engine) -> None:
+        self.walk = walk
+        self.lines: dict[str, None] = {}
+        self.made: dict[Variable, tuple[Equation, Any]] = {}
+
+    def enter(self, jaxpr: Any, callers: tuple[Equation, ...]) -> None:
+        for eqn in opened(jaxpr)[0].eqns:
+            self._step(eqn, callers)
+            for part in held(eqn):
+                self.enter(part.jaxpr, (*callers, eqn))
+        if callers and callers[-1].primitive.name == "shard_map":
+            self._leave(opened(jaxpr)[0].outvars, None)
+
+    def _step(self, eqn: Equation, callers: tuple[Equation, ...]) -> None:
+        at, around = outside_jax(eqn, callers)
+        frames = (frame for one in (at, *reversed(around)) for frame in frames_of(one))
+        call = next(frames, at) if is_ours(at) else None
+        lost = [v for v in eqn.outvars if self._is_lost(v)]
+        given = [v for v in eqn.invars if self._is_lost(v)]
+        if eqn.primitive.name == "spmd_names":  # which says nothing of how a value lies
+            self.made.update((v, self.made[x]) for v, x in zip(lost, given, strict=False) if x in self.made)
+            return
+        self._leave(given, call)
+        if call is None and lost and not given:
+            self.lines[_place(eqn)] = None
+        self.made.update((v, (eqn, call)) for v in lost if call is not None)
+
+    def _leave(self, values: Iterable[Variable], call: Any) -> None:
+        """Values that are read outside of the call that lost them."""
+        for eqn, of in (self.made[v] for v in values if v in self.made):
+            if of != call:
+                self.lines[_place(eqn)] = None
+
+    def _is_lost(self, atom: Variable) -> bool:
+        return not hasattr(atom, "val") and _is_lost(self.walk.known.get(atom))
 
 
 def believed_lines(jaxpr: Any) -> list[str]:

@@ -767,8 +767,11 @@ class Call:
                 shape.append(size + sum(dim.margin))
         return tuple(shape)
 
-    def result(self, x: Any, layout: Layout | None = None, *, role: str = "result") -> Any:
-        """Close the composite dimensions of a result (one axis per factor), mark it and tag it."""
+    def result(self, x: Any, layout: Layout | None = None, *, role: str = "result", due: bool = False) -> Any:
+        """Close the composite dimensions of a result (one axis per factor), mark it and tag it.
+
+        With `due` the note of its layout is left in any case: types do not see from what is done inside how it lies.
+        """
         layout = self.dst if layout is None else layout
         if layout.has_unnamed:  # an unnamed dimension keeps the size it has
             shape = x.shape if all(not d.composite for d in layout.dims) else self._close(x.shape, layout)
@@ -779,7 +782,7 @@ class Call:
         gone = tuple([axis for axis in before if axis not in layout.axis_names])
         # A reshape does not show which dimension an axis divides, if some have one element on a device.
         closed = [dim for one in self.pattern.layouts for dim in one.dims if dim.composite and dim.axes]
-        due = bool(closed) and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs))
+        due = due or (bool(closed) and (1 in shape or any(1 in self.local_shape(one) for one in self.pattern.inputs)))
         if self.frame.alike and not {*layout.names} <= {name for one in self.pattern.inputs for name in one.names}:
             x = named(x, layout, self.text, role="made", frame=self.frame)
         return mark(x, layout, self.text, role=role, frame=self.frame, gone=gone, due=due)

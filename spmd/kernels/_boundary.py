@@ -225,8 +225,8 @@ def _checked(plan: Plan, frame: Frame, shards: Sequence[Any]) -> Any:
             mesh_axes=frame.axis_names,
             kernel=plan.signature.text,
             axis_sizes=dict(frame.sizes),
-            how=plan.signature.check,
-            ask=lambda alone: trial_of(plan, whole, alone=alone),
+            how=plan.check,
+            ask=lambda **asked: trial_of(plan, whole, **asked),
             apart=lambda: apart_of(plan, whole),
         )
         return inner(*shards)

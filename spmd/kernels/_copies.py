@@ -214,7 +214,7 @@ def _diagnosis(plan: Any, frame: Frame, specs: Any, leaves: Sequence[Any], unequ
     known |= {"arg_names": plan.paths, "arg_layouts": plan.layouts}
     inside = None
     try:
-        check_jaxpr(entry.params["jaxpr"], how=plan.signature.check, always=True, **known)
+        check_jaxpr(entry.params["jaxpr"], how=plan.check, always=True, **known)
     except ReplicationError as error:
         error.program, inside = program, error
     return _Results(plan, frame, unequal, program, explain_output(entry.params["jaxpr"], **known), inside)

@@ -250,7 +250,8 @@ class Kernel(ByName, Generic[P, R]):
             self._numbers[key] = frozenset(i for i in numbers if pairs[i][2] is not None)
         placed = self._numbers.get(key, ())
         split = [(is_array(x) or i in placed, i, x) for i, x in enumerate(leaves)]
-        return [x for own, _, x in split if own], Static(tuple(None if own else x for own, _, x in split))
+        fixed = None if all(own for own, *_ in split) else Static(tuple(None if own else x for own, _, x in split))
+        return [x for own, _, x in split if own], fixed
 
     # --- a specialisation ---------------------------------------------------------------------------------
 
@@ -398,7 +399,9 @@ def kernel(
         arguments lie. Outside `jit` it always does. Inside, it does on Explicit axes, which are in an array's type.
         On Auto axes nothing is known before the program is compiled; there `explain` lists what is moved.
       check: What becomes of a finding of the checker, which looks at each first trace in explicit mode: "error" raises,
-        "warn" warns, and "off" does not look. JAX's own checks of types stay on.
+        "warn" warns, and "off" does not look. JAX's own checks of types stay on. The environment variable SPMD_CHECK
+        says how much it asks: "types", "quick", which also compares the results of one draw where a body is small,
+        "full", or "off".
       **sizes: Sizes of names that no argument's shape gives: `h=8` for `"b (h k)/tp -> ..."`. Each must be used.
 
     Returns:

@@ -23,7 +23,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import Apart, KernelName, Leaf
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype
-from spmd.checker import Trial, check_jaxpr, check_names, closed_rows, tried
+from spmd.checker import Trial, check_jaxpr, check_names, closed_rows, numbers_asked, tried
 from spmd.checker._arbiter import collecting, for_numbers, is_traced
 from spmd.checker._arguments import Names, smaller
 from spmd.checker._numbers import BLOCKS
@@ -106,12 +106,13 @@ class Plan:
         donated = self.donate if mode != "reference" else ()
         placed = tuple(self.leaves) if mode == "explicit" else ()
         self.name = KernelName(self.signature.name, placed, functools.partial(apart_of, self))
-        explicit = self._explicit if self.signature.check == "off" else self._checked
+        explicit = self._explicit if self.check == "off" else self._checked
         entry = explicit if mode == "explicit" else self._on_whole_arrays
         self.jitted = self.jit(entry, donate_argnums=donated, out_shardings=self._lie())
         # Under grad a donated buffer may still be needed by the backward pass; under jit donation is the outer one's.
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
         self._seen: set[Any] = set()
+        self._compared: set[Any] = set()  # shapes of arguments for which numbers were asked
         self._given: Sequence[Any] | None = (
             None  # the arguments of the call that is running, which its trace does not see
         )
@@ -193,17 +194,24 @@ class Plan:
                 self._seen.add(types)
             return self._traced(*leaves)
 
+    @property
+    def check(self) -> str:
+        """What a finding is; the environment may turn the check off for all kernels."""
+        return "off" if numbers_asked() == "off" else self.signature.check
+
     def _check(self, jaxpr: Any, leaves: Sequence[Any]) -> None:
         check_jaxpr(
             jaxpr,
             mesh_axes=tuple(self.sizes),
             kernel=self.signature.text,
-            how=self.signature.check,
+            how=self.check,
             arg_names=self.paths,
             arg_layouts=self.layouts,
             apart=lambda: apart_of(self, leaves),
-            ask=lambda alone: trial_of(self, self._with_numbers(leaves), alone=alone),
+            ask=lambda **asked: trial_of(self, self._with_numbers(leaves), **asked),
+            known=(shapes := tuple((x.shape, x.dtype) for x in leaves)) in self._compared,
         )
+        self._compared.add(shapes)
 
     def _with_numbers(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments of the call that is running, if they are those that are traced."""
@@ -322,10 +330,10 @@ class Plan:
     def _named(self, *leaves: Any) -> Any:
         """The body on whole arrays, after a look at the names of their dimensions, where some have one size."""
         run = self._auto if self.mode == "auto" else self._reference
-        if not self.frame(leaves).alike or collecting.value or self.signature.check == "off":
+        if not self.frame(leaves).alike or collecting.value or self.check == "off":
             return run(*leaves)
         inner = self.jit(run, inline=True)
-        check_names(inner.trace(*leaves).jaxpr, apart_of(self, leaves), self.signature.check)
+        check_names(inner.trace(*leaves).jaxpr, apart_of(self, leaves), self.check)
         return inner(*leaves)
 
     def _explicit(self, *leaves: Any) -> Any:
@@ -404,7 +412,7 @@ class Plan:
             out = self._named(*leaves)
         finally:
             counting.reset(token)
-        asked = self._counted and self.signature.check != "off" and not collecting.value and counting.get() is None
+        asked = self._counted and self.check != "off" and not collecting.value and counting.get() is None
         if asked and (wrong := apart_text(trial_of(self, self._with_numbers(leaves), gradients=False, modes=True))):
             rule = f"in {self.mode} mode this body computes something else than on devices."
             self.signature.fail(rule, got=[*wrong, counted_text(self._counted)], advice=BLOCKS, error=ModeError)

@@ -113,7 +113,7 @@ class Along:
             own = layout(y) if callable(layout) else layout
             # An axis of size 1 divides nothing, and yet JAX types the result varying along it.
             gone = tuple(a for factor in self.factors for a in factor.axes if a not in own.axes)
-            return self.call.result(_lax.to_invarying(y, gone), own)
+            return self.call.result(_lax.to_invarying(y, gone), own, due=bool(self.axes))
 
         return jax.tree.map(lies, out)
 

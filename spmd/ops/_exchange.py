@@ -176,7 +176,7 @@ def exchange(
     with call.scope():
         parts, owners, stayed = job.run(operands, numbers.x)
     plain = call.src.without_brackets()
-    parts = [own.result(part, plain) for own, part in zip(calls, parts, strict=True)]
+    parts = [own.result(part, plain, due=True) for own, part in zip(calls, parts, strict=True)]
     return jax.tree.unflatten(tree, parts), call.result(owners, numbers.layout), call.result(stayed, Layout("scalar"))
 
 

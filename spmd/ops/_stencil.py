@@ -123,7 +123,7 @@ def diff(x: Any, layout: str, /, *, edge: Any = "periodic", **names: Any) -> jax
     padded = _padded(call, x, plain, wide, edge=edges)
     n = padded.shape[at]
     later, now = (lax.slice_in_dim(padded, k, n - 1 + k, axis=at) for k in (1, 0))
-    return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain)
+    return call.result(_opened(operand, later != now if later.dtype == bool else later - now), plain, due=True)
 
 
 @explained
@@ -176,7 +176,7 @@ def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **name
         # too, and gives multiples of convolutions and of the gradients of weights.
         sides = f"{plain.short}, {' '.join(map(str, weights.shape))} -> {plain.short}"
         run = _local(run, sides, **_parts_of(call, plain))
-    return call.result(_opened(operand, run(x, weights)), plain)
+    return call.result(_opened(operand, run(x, weights)), plain, due=True)
 
 
 def _check_weights(call: Call, weights: Any, marked: list[int], operand: Operand) -> None:
@@ -229,4 +229,4 @@ def _applied(call: Call, fn: Callable[..., Any], edge: Edges, corners: bool, arr
     if jnp.shape(out) != wanted:
         rule = f'fn returns what "{output.short}" says, of shape {wanted} here.'
         call.fail(rule, got=[f"fn returned shape {jnp.shape(out)}"], error=SizeError)
-    return call.result(out, output)
+    return call.result(out, output, due=True)

@@ -89,7 +89,7 @@ def take(table: Any, ids: Any, pattern: str, /, **names: Any) -> jax.Array:
         out = look_up(rows.x, numbers.x)
         out = rearranged(out, [[name] for name in made], [[name] for name in right])
         out = finish(out, landing)
-    return call.result(out)
+    return call.result(out, due=True)
 
 
 def _rows(call: Call, table: Any, ids: Any, dim: int, key: Factor) -> Any:
@@ -241,8 +241,8 @@ def scatter_add(rows: Any, ids: Ids, pattern: str, /, *, outside: str = "count",
         table, lost = _table(call, added, numbers, keys, rest)
         table = finish(rearranged(table, [[name] for name in known], [[name] for name in right]), landing)
         lost = _lax.psum(lost, call.frame.in_mesh_order(summed)) if call.frame.explicit else lost
-    table = call.result(table, call.dst.without_brackets())
-    return (table, call.result(lost, Layout("scalar"))) if outside == "count" else table
+    table = call.result(table, call.dst.without_brackets(), due=True)
+    return (table, call.result(lost, Layout("scalar"), due=True)) if outside == "count" else table
 
 
 def _keys(call: Call, owners: dict[str, Factor], added: Operand, numbers: list[Operand]) -> tuple[Factor, ...]:

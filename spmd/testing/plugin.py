@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from spmd.checker import ASKED
+
 
 def pytest_addoption(parser: Any) -> None:
     """Add `--spmd-check full`: the numbers of each kernel are compared at its first call, whatever types say of it."""
-    told = "what a kernel's first call checks: types, and numbers where types suspect something; or both of each kernel"
-    parser.getgroup("spmd").addoption("--spmd-check", choices=("types", "full"), help=told)
+    told = "what the first call of a kernel checks: SPMD_CHECK"
+    parser.getgroup("spmd").addoption("--spmd-check", choices=ASKED, help=told)
 
 
 def pytest_configure(config: Any) -> None:

@@ -226,3 +226,47 @@ def test_gradients_that_cannot_be_taken_are_named() -> None:
     assert "the results are those of one device. Gradients are not compared: it fails on mesh dp=2" in str(verdict), (
         verdict
     )
+
+
+# -------------------- what a call of the library says of its result is known after it
+
+ROWS, IDS = jax.ShapeDtypeStruct((4, 8), "float32"), jax.ShapeDtypeStruct((4,), "int32")
+CALLS: dict[str, tuple[str, Any, tuple[Any, ...]]] = {
+    "softmax": ("b/dp v/tp -> b/dp v/tp", lambda x: spmd.softmax(x, "b/dp [v/tp]"), (ROWS,)),
+    "logsumexp": ("b/dp v/tp -> b/dp", lambda x: spmd.reduce(x, "b/dp v/tp -> b/dp", "logsumexp"), (ROWS,)),
+    "argmax": ("b/dp v/tp -> b/dp", lambda x: spmd.argmax(x, "b/dp [v/tp]"), (ROWS,)),
+    "cumsum": ("b/dp v/tp -> b/dp v/tp", lambda x: spmd.cumsum(x, "b/dp [v/tp]"), (ROWS,)),
+    "sort": ("b/dp v/tp -> b/dp v/tp", lambda x: spmd.sort(x, "b/dp [v/tp]"), (ROWS,)),
+    "roll": ("b/dp v/tp -> b/dp v/tp", lambda x: spmd.roll(x, "b/dp [v/tp]", 1), (ROWS,)),
+    "diff": ("b/dp v/tp -> b/dp v/tp", lambda x: spmd.stencil.diff(x, "b/dp [v/tp]", edge="periodic"), (ROWS,)),
+    "take": ("v/tp d, b -> b d", lambda x, at: spmd.take(x, at, "[v/tp] d, b -> b d"), (ROWS, IDS)),
+    "embedding": ("v/tp d, b/dp -> b/dp d", lambda x, at: spmd.nn.embedding(at, x, tp="tp"), (ROWS, IDS)),
+    "cross_entropy": (
+        "b/dp v/tp, b/dp -> scalar",
+        lambda x, at: spmd.nn.cross_entropy(x, at, tp="tp", dp="dp"),
+        (ROWS, IDS),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_call_is_proved(name: str) -> None:
+    """Types lose values between the call's own equations, and know its result."""
+    pattern, body, args = CALLS[name]
+    made = spmd.kernel(pattern, mesh=spmd.make_mesh(dp=2, tp=2))(body)
+    assert str(spmd.check(made, *args).verdict).startswith("no findings: proved. On dp=2, tp=2 the results and grad")
+
+
+def test_what_a_call_loses_for_good_is_named() -> None:
+    """The result of a layer that types do not know, and what a function does that a call is given."""
+    mesh = spmd.make_mesh(dp=2, tp=2)
+    project = lambda x, w: spmd.nn.qkv_linear(x, w, tp="tp")[0]
+    made = spmd.kernel("b s d, d g/tp j k -> b s h/tp k", mesh=mesh)(project)
+    verdict = spmd.check(made, jnp.ones((1, 3, 5)), jnp.ones((5, 2, 4 + 2, 7))).verdict
+    assert verdict.kind == "tested" and "Types lose a value at tests/checker/test_verdict.py:" in str(verdict)
+
+    def within(x: Any) -> Any:
+        return spmd.local(lambda x: x[jnp.argsort(jnp.argsort(x[:, 0]))], "b/dp v/tp -> b/dp v/tp")(jnp.sort(x, 0))
+
+    lost = spmd.check(spmd.kernel("b/dp v/tp -> b/dp v/tp", mesh=mesh)(lambda x: within(x) * 0 + x), ROWS)
+    assert lost.verdict.kind != "proved" and "test_verdict.py" in str(lost)
