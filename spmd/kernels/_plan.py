@@ -209,7 +209,7 @@ class Plan:
             arg_layouts=self.layouts,
             apart=lambda: apart_of(self, leaves),
             ask=lambda **asked: trial_of(self, self._with_numbers(leaves), **asked),
-            known=(shapes := tuple((x.shape, x.dtype) for x in leaves)) in self._compared,
+            known=(shapes := tuple((np.shape(x), held_dtype(x)) for x in leaves)) in self._compared,
         )
         self._compared.add(shapes)
 

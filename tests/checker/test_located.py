@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
@@ -95,8 +96,7 @@ def test_a_value_of_another_size_does_not_hide_the_line() -> None:
     """A margin makes a block of another size. What was wrong before it is wrong all the same."""
 
     def walled(x):
-        x = spmd.roll(x, "[b/dp] d", 3)
-        wall = jnp.where(jnp.arange(x.shape[0])[:, None] == 0, 0, x)  # here
+        wall = jnp.where(np.arange(x.shape[0])[:, None] == 0, 0, x)  # here
         wide = spmd.stencil.halo(wall, "b/dp d -> 1+b/dp+1 d")
         return wide[2:] - wide[:-2]
 
