@@ -63,6 +63,7 @@ class MeshPlan:
       to: The axes of the second mesh with their sizes.
       dtype: The type of the elements.
       pieces: All pieces, also those that devices have themselves.
+      devices: The ids of the devices of both meshes, in mesh order.
 
     Example:
       >>> import spmd
@@ -78,6 +79,7 @@ class MeshPlan:
     to: dict[str, int]
     dtype: np.dtype
     pieces: tuple[Piece, ...]
+    devices: tuple[tuple[int, ...], tuple[int, ...]]
 
     @cached_property
     def received(self) -> dict[int, int]:
@@ -126,23 +128,35 @@ class MeshPlan:
             "links": links,
         }
 
-    def __str__(self) -> str:
+    @property
+    def head(self) -> tuple[str, str]:
+        """Both layouts; sizes and meshes."""
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        lines = [
-            f"{self.source.short} -> {self.target.short}",
-            f"{sizes}, {self.dtype.name}; {mesh_text(self.mesh)} -> {mesh_text(self.to)}",
-        ]
-        for (sender, receiver), nbytes in list(self.links.items())[:_MOST_LINKS]:
-            lines.append(f"{sender} -> {receiver}: {bytes_text(nbytes)}")
-        if len(self.links) > _MOST_LINKS:
+        meshes = f"{mesh_text(self.mesh)} -> {mesh_text(self.to)}"
+        return f"{self.source.short} -> {self.target.short}", f"{sizes}, {self.dtype.name}; {meshes}"
+
+    def __str__(self) -> str:
+        return "\n".join(part for line in (*self.head, *self.said) for part in wrapped(line, 120))
+
+    @property
+    def said(self) -> list[str]:
+        """What devices send to each other, a line for those that send a device as much, and the sum."""
+        links: dict[tuple[int, int], list[int]] = {}
+        for (sender, receiver), nbytes in self.links.items():
+            links.setdefault((receiver, nbytes), []).append(sender)
+        lines = []
+        for (receiver, nbytes), senders in itertools.islice(links.items(), _MOST_LINKS):
+            each = " each" if len(senders) > 1 else ""
+            lines.append(f"{', '.join(map(str, senders))} -> {receiver}: {bytes_text(nbytes)}{each}")
+        if len(links) > _MOST_LINKS:
             lines.append(f"... ({len(self.links)} pairs of devices in all)")
         received, sent = (max(side.values(), default=0) for side in (self.received, self.senders))
         total = f"a device receives at most {bytes_text(received)}, which is the least, and sends at most"
         lines.append(f"{total} {bytes_text(sent)}" if self.links else "nothing to do: every device has what it wants")
-        return "\n".join(part for line in lines for part in wrapped(line, 120))
+        return lines
 
     def __repr__(self) -> str:
-        return f'MeshPlan("{self.source.short} -> {self.target.short}": {len(self.links)} links; {self.bytes} bytes)'
+        return f'MeshPlan("{self.head[0]}": {len(self.links)} links; {self.bytes} bytes)'
 
 
 _MOST_LINKS = 16
@@ -170,7 +184,9 @@ def plan_between(pattern: str, names: Mapping[str, Any], mesh: Any, to: Any, dty
             raise SizeError(f"the size of {atom.name} is not known.", call=call, advice=f"say it: {atom.name}=...")
     shape = tuple(math.prod(sizes[a.name] if a.named else int(a.name) for a in dim.atoms) for dim in source.dims)
     ends = [_held(source, shape, mesh, first, call), _held(target, shape, to, second, call)]
-    return MeshPlan(source, target, sizes, first, second, dtype, tuple(_pieces(shape, dtype.itemsize, ends)))
+    pieces = tuple(_pieces(shape, dtype.itemsize, ends))
+    before, after = (tuple(_id(device) for device, _ in end) for end in ends)
+    return MeshPlan(source, target, sizes, first, second, dtype, pieces, (before, after))
 
 
 def _call(before: str, pattern: Any, after: str) -> str:
