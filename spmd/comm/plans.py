@@ -434,7 +434,8 @@ def relayout(
       pattern: `"layout -> layout"`, with the same dimensions in the same order, and any placement on either side.
       to: As in `all_gather`, JAX's type of what is whole afterwards. Or another mesh, outside of kernels: axes on the
         right are then those of that mesh, `x` lies on its own mesh as the left side says, and devices send each other
-        pieces, as `spmd.plan(..., to=)` shows. The pattern may be a tree of patterns. One array moves after another.
+        pieces, as `spmd.plan(..., to=)` shows. The pattern may be a tree of patterns. One array moves after another, in
+        the order that needs the least memory. Each process with a device in either mesh makes the call.
       prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
         reach the lower bound; "latency" to take the least time on a hardware profile.
       hardware: The profile, or the name of a preset: see `spmd.accelerators.hardware`. "latency" needs one.
@@ -447,7 +448,7 @@ def relayout(
     Raises:
       LayoutError: If the dimensions differ.
       SizeError: If a dimension does not divide.
-      CommunicationError: If `prefer` is not one of these, or lacks its profile.
+      CommunicationError: If `prefer` is not one of these, or lacks its profile, and if random keys go to other processes.
 
     Example:
       >>> import jax.numpy as jnp, spmd
