@@ -1,4 +1,4 @@
-"""From one mesh to another: which device sends which piece of an array to which, and the arrays that are made of them.
+"""From one mesh to another: which device sends which piece of an array to which, and the program that sends them.
 
 Each block that is wanted is cut where the blocks that are held end. A device that holds a piece already keeps it. Of
 the others that hold it the one that has sent least so far sends it, one of the same process first.
@@ -296,14 +296,12 @@ class _Job:
 
     def room(self, donate: bool) -> tuple[bool, int]:
         """The key of the order in which arrays need the least memory at a time: first those that leave more room than
-        they take, the smallest first; of the others the last one is that which needs least on the way."""
+        they take, the smallest first, and then those that leave most."""
         here, there = (
             math.prod(b - a for a, b in next(iter(side.values()))) * self.x.dtype.itemsize for side in self.held
         )
-        kept = there - (here if donate and not self.held[0].keys().isdisjoint(self.held[1]) else 0)
-        most = max(Counter(piece.receiver for piece in self.pieces).values(), default=1)
-        needs = there * (1 if most == 1 else 2)  # the pieces, and what they become
-        return kept >= 0, needs if kept < 0 else kept - needs
+        leaves = here if donate and not self.held[0].keys().isdisjoint(self.held[1]) else 0
+        return there >= leaves, -leaves if there >= leaves else there
 
 
 def moved_between(tree: Any, pattern: Any, to: Any, names: Mapping[str, Any], *, donate: bool = False) -> Any:
@@ -382,84 +380,47 @@ def _job(x: Any, name: str, pattern: str, to: Mesh, names: Mapping[str, Any]) ->
     return _Job(call, x, NamedSharding(to, target.spec), (dict(held[0]), dict(held[1])), pieces)
 
 
-def _moved(job: _Job) -> Any:
-    """JAX's own way where whole shards stay, by one program where processes share the work, else piece by piece."""
-    x, target, pieces = job.x, job.target, job.pieces
-    here = x.is_fully_addressable and target.is_fully_addressable
-    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)  # they cannot be put together
-    if not here and not (x.sharding.is_equivalent_to(target, x.ndim) and x.addressable_shards):
-        return _across(job)
-    if keys or not here or not x.size or x.sharding.is_equivalent_to(target, x.ndim):
-        return jax.device_put(x, target)
-    shards = {shard.device.id: (_box(shard.index, x.shape), shard.data) for shard in x.addressable_shards}
-    parts: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.receiver, []).append(piece)
-    placed = []
-    for device in job.held[1]:
-        got = [(piece.box, _cut(*shards[piece.sender], piece.box, device)) for piece in parts[device.id]]
-        placed.append(got[0][1] if len(got) == 1 else _joined(got))
-    return jax.make_array_from_single_device_arrays(x.shape, target, placed)
-
-
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(one.indices(n)[:2] for one, n in zip(index, shape, strict=True))
-
-
-def _cut(held: Box, shard: Any, box: Box, device: Any) -> Any:
-    """A piece of a shard, on the device that wants it."""
-    if held != box:
-        starts = [a - c for (a, _), (c, _) in zip(box, held, strict=True)]
-        stops = [b - c for (_, b), (c, _) in zip(box, held, strict=True)]
-        shard = jax.lax.slice(shard, starts, stops)
-    return jax.device_put(shard, device)
-
-
-def _joined(got: list[tuple[Box, Any]], dim: int = 0) -> Any:
-    """The pieces of one device, which form a grid, as one array."""
-    if len(got) == 1:
-        return got[0][1]
-    rows: dict[tuple[int, int], list[tuple[Box, Any]]] = {}
-    for box, x in got:
-        rows.setdefault(box[dim], []).append((box, x))
-    return jnp.concatenate([_joined(rows[key], dim + 1) for key in sorted(rows)], dim)
-
-
-# --- between processes --------------------------------------------------------------------------------------------
-#
 # JAX puts no array on other devices if these belong to other processes. So the processes of both meshes run one program
 # on all their devices, in which devices send each other cells: pieces of one size.
 
 
-def _across(job: _Job) -> Any:
-    """An array between processes. A process without a device in either mesh sends nothing."""
+def _moved(job: _Job) -> Any:
+    """The array on the other mesh. A process without a device in either mesh sends nothing."""
     x, target = job.x, job.target
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    here = x.is_fully_addressable and target.is_fully_addressable
+    if (keys and here) or (x.addressable_shards and x.sharding.is_equivalent_to(target, x.ndim)):
+        return jax.device_put(x, target)
+    if keys:
         rule = "random keys do not go to other processes."
         raise CommunicationError(rule, call=job.call, advice="make them there: jax.random.key(seed)")
     devices = tuple(dict.fromkeys((*job.held[0], *job.held[1])))
     mine = [device for device in devices if device.process_index == jax.process_index()]
-    before, after = (one.shard_shape(x.shape) for one in (x.sharding, target))
+    shape = target.shard_shape(x.shape)
     if not mine or not x.size:
-        nothing = lambda index: np.empty(after, x.dtype)
-        return jax.make_array_from_callback(x.shape, target, nothing, dtype=x.dtype)
-    place = {device.id: i for i, device in enumerate(devices)}
+        return jax.make_array_from_callback(x.shape, target, lambda _: np.empty(shape, x.dtype), dtype=x.dtype)
+    before, after = (one.shard_shape(x.shape) or (1,) for one in (x.sharding, target))
     cell = tuple(map(math.gcd, before, after))
+    held = {shard.device: shard.data.reshape(before) for shard in x.addressable_shards}
+    blocks = [held[d] if d in held else jax.device_put(np.zeros(before, x.dtype), d) for d in mine]
+    every = NamedSharding(Mesh(np.array(devices), ("d",)), jax.P("d"))
+    stacked = (len(devices) * before[0], *before[1:])
+    start = jax.make_array_from_single_device_arrays(stacked, every, blocks)
+    out = _exchange(every, after, cell, _sends(job, devices, cell))(start)
+    wanted = [shard.data.reshape(shape) for shard in out.addressable_shards if shard.device in job.held[1]]
+    return jax.make_array_from_single_device_arrays(x.shape, target, wanted, dtype=x.dtype)
+
+
+def _sends(job: _Job, devices: Sequence[Any], cell: tuple[int, ...]) -> tuple[Send, ...]:
+    place = {device.id: i for i, device in enumerate(devices)}
     sends = []
     for piece in job.pieces:
         numbers = [place[device] for device in (piece.sender, piece.receiver)]
         ends = [side[devices[i]] for side, i in zip(job.held, numbers, strict=True)]
-        for first in itertools.product(*(range(*span, w) for span, w in zip(piece.box, cell, strict=True))):
-            at = [tuple((c - a) // w for c, (a, _), w in zip(first, box, cell, strict=True)) for box in ends]
-            sends.append((*numbers, *at))
-    held = {shard.device: shard.data[None] for shard in x.addressable_shards}
-    blocks = [held[d] if d in held else jax.device_put(np.zeros((1, *before), x.dtype), d) for d in mine]
-    every = NamedSharding(Mesh(np.array(devices), ("d",)), jax.P("d"))
-    start = jax.make_array_from_single_device_arrays((len(devices), *before), every, blocks)
-    out = _exchange(every, after, cell, tuple(sends))(start)
-    there = {shard.device: shard.data[0] for shard in out.addressable_shards}
-    wanted = [there[d] for d in mine if d in job.held[1]]
-    return jax.make_array_from_single_device_arrays(x.shape, target, wanted, dtype=x.dtype)
+        for first in itertools.product(*(range(*span, w) for span, w in zip(piece.box, cell, strict=False))):
+            at = [tuple((c - a) // w for c, (a, _), w in zip(first, box, cell, strict=False)) for box in ends]
+            sends.append((numbers[0], numbers[1], at[0] or (0,), at[1] or (0,)))
+    return tuple(sends)
 
 
 Send = tuple[int, int, tuple[int, ...], tuple[int, ...]]
@@ -474,7 +435,7 @@ def _exchange(every: NamedSharding, after: tuple[int, ...], cell: tuple[int, ...
     rounds = [[some[i] for i in one] for some in (own, far) for one in matchings([(a, b) for a, b, *_ in some])]
 
     def body(x: Any) -> Any:
-        x, me = x[0], jax.lax.axis_index("d")
+        me = jax.lax.axis_index("d")
         out = _compat.pvary(jnp.zeros(after, x.dtype), ("d",))
         for one in rounds:
             reads, writes = (np.zeros((count, len(cell)), np.int32) for _ in range(2))
@@ -487,6 +448,6 @@ def _exchange(every: NamedSharding, after: tuple[int, ...], cell: tuple[int, ...
             place = corner(writes, cell, me)
             kept = jax.lax.dynamic_slice(out, place, cell)
             out = jax.lax.dynamic_update_slice(out, jnp.where(jnp.asarray(gets)[me], piece, kept), place)
-        return out[None]
+        return out
 
     return jax.jit(jax.shard_map(body, mesh=every.mesh, in_specs=every.spec, out_specs=every.spec))

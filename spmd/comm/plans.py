@@ -448,7 +448,7 @@ def relayout(
     Raises:
       LayoutError: If the dimensions differ.
       SizeError: If a dimension does not divide.
-      CommunicationError: If `prefer` is not one of these, or lacks its profile, and if random keys go to other processes.
+      CommunicationError: If `prefer` is not one of these or lacks its profile; if random keys go to other processes.
 
     Example:
       >>> import jax.numpy as jnp, spmd
