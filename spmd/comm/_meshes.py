@@ -27,7 +27,7 @@ from spmd.comm import _lax
 from spmd.comm._keywords import split_keywords
 from spmd.comm.planner import corner, matchings
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError
-from spmd.language import Layout, Pattern, axes_product, axes_tuple, check_axes, mesh_text
+from spmd.language import Layout, Pattern, Size, as_fault, axes_product, axes_tuple, bind, check_axes, mesh_text
 from spmd.mesh import mesh_for, sizes_for
 
 Box = tuple[tuple[int, int], ...]
@@ -177,13 +177,11 @@ def plan_between(pattern: str, names: Mapping[str, Any], mesh: Any, to: Any, dty
     source, target, sizes = _sides(pattern, call, names)
     mesh = mesh_for(None, [], call) if mesh is None else mesh
     first, second = (sizes_for(one, call) for one in (mesh, to))
-    for layout, axes in ((source, first), (target, second)):
-        check_axes(layout.axis_names, axes, call=call, source=pattern)
     for atom in source.atoms:
         if atom.named and atom.name not in sizes:
             raise SizeError(f"the size of {atom.name} is not known.", call=call, advice=f"say it: {atom.name}=...")
     shape = tuple(math.prod(sizes[a.name] if a.named else int(a.name) for a in dim.atoms) for dim in source.dims)
-    ends = [_held(source, shape, mesh, first, call), _held(target, shape, to, second, call)]
+    ends = [_held(one, shape, on, sizes, call, pattern) for one, on in ((source, mesh), (target, to))]
     pieces = tuple(_pieces(shape, dtype.itemsize, ends))
     before, after = (tuple(_id(device) for device, _ in end) for end in ends)
     return MeshPlan(source, target, sizes, first, second, dtype, pieces, (before, after))
@@ -227,18 +225,17 @@ def _sides(pattern: str, call: str, names: Mapping[str, Any]) -> tuple[Layout, L
 
 
 def _held(
-    layout: Layout, shape: tuple[int, ...], mesh: Any, sizes: Mapping[str, int], call: str
+    layout: Layout, shape: tuple[int, ...], mesh: Any, known: Mapping[str, int], call: str, pattern: str
 ) -> list[tuple[Any, Box]]:
-    """The devices of a mesh, each with the box of the array that it holds."""
+    """The devices of a mesh, each with the box of the array that it holds. `known`: the sizes that the call gives."""
+    sizes = sizes_for(mesh, call)
+    check_axes(layout.axis_names, sizes, call=call, source=pattern)
+    given = {name: Size(size, "the call") for name, size in known.items()}
+    if faults := bind([("", shape, layout)], sizes, known=given).faults:
+        raise SizeError(as_fault(faults, sizes, "the array does not fit the layout.", call=call, source=pattern))
     count = math.prod(sizes.values())
     devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else range(count)
     runs = [axes_tuple(axes) for axes in _compat.partitions(layout.spec, len(shape))]
-    for n, axes, dim in zip(shape, runs, layout.dims, strict=True):
-        blocks = axes_product(axes, sizes)
-        if more := -n % blocks:
-            rule = f"{dim.names[0]} of size {n} does not divide into the {blocks} blocks of {'/'.join(axes)}."
-            advice = f"pad {dim.names[0]} by {more} to {n + more}"
-            raise SizeError(rule, call=call, got=[mesh_text(sizes)], advice=advice)
     places = np.unravel_index(np.arange(count), tuple(sizes.values()) or (1,))
     at = dict(zip(sizes, places, strict=False))
     starts = []
@@ -358,16 +355,8 @@ def _job(x: Any, name: str, pattern: str, to: Mesh, names: Mapping[str, Any]) ->
         rule = "relayout to another mesh needs an array that lies on a mesh."
         advice = f'spmd.shard({name}, "{source.short}", mesh=mesh) first, with the mesh on which it shall lie'
         raise MeshError(rule, call=call, got=[type(lies).__name__ if lies else kind_of(x)], advice=advice)
-    if source.rank != x.ndim:
-        rule = f"the array has {x.ndim} dimensions, and the pattern names {source.rank}."
-        raise LayoutError(rule, call=call, source=pattern, got=[f"shape {x.shape}"])
-    for dim, n in zip(source.dims, x.shape, strict=True):
-        if all(a.name in sizes or not a.named for a in dim.atoms):
-            said = math.prod(sizes[a.name] if a.named else int(a.name) for a in dim.atoms)
-            if said != n:
-                raise SizeError(f"{dim.text} is {said} by the call, and {n} by the array.", call=call)
-    for layout, mesh in ((source, lies.mesh), (target, to)):
-        check_axes(layout.axis_names, dict(mesh.shape), call=call, source=pattern)
+    ends = (source, lies.mesh), (target, to)
+    held = [_held(one, x.shape, mesh, sizes, call, pattern) for one, mesh in ends]
     if not lies.is_equivalent_to(NamedSharding(lies.mesh, source.spec), x.ndim):
         first = [dim.names[0] for dim in source.dims]
         shown = Layout.of(x, " ".join(first)).short if all(map(str.isidentifier, first)) else lies.spec
@@ -375,7 +364,6 @@ def _job(x: Any, name: str, pattern: str, to: Mesh, names: Mapping[str, Any]) ->
         raise LayoutError(
             rule, call=call, source=pattern, got=[f"it lies as {shown}"], advice=f'"{shown} -> {target.short}"'
         )
-    held = [_held(one, x.shape, mesh, dict(mesh.shape), call) for one, mesh in ((source, lies.mesh), (target, to))]
     pieces = tuple(_pieces(x.shape, x.dtype.itemsize, held))
     return _Job(call, x, NamedSharding(to, target.spec), (dict(held[0]), dict(held[1])), pieces)
 
