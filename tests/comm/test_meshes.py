@@ -80,6 +80,28 @@ def test_arrays_are_moved(seed) -> None:
         np.testing.assert_array_equal(shard.data, x[shard.index])
 
 
+@pytest.mark.parametrize("seed", seeds(24))
+def test_the_program_sends_what_the_plan_says(seed, monkeypatch) -> None:
+    """Compiled: no device sends or receives more than the one that the plan names with the most."""
+    mesh, to, source, target = drawn(seed)
+    shape = (24, 48 * (seed + 2))  # which no other test has, so that the program is made here
+    placed = spmd.shard(np.zeros(shape, np.float32), source, mesh=mesh)
+    sent, real = [], jax.jit
+
+    def jit(fn):
+        def run(x):
+            sent.append(spmd.inspect.collectives(real(fn), x, mesh=x.sharding.mesh).total_bytes)
+            return real(fn)(x)
+
+        return run
+
+    plan = spmd.plan(f"{source} -> {target}", a=shape[0], b=shape[1], mesh=mesh, to=to)
+    with monkeypatch.context() as patch:
+        patch.setattr(jax, "jit", jit)
+        spmd.relayout(placed, f"{source} -> {target}", to=to)
+    assert sent == [plan.bytes] or (not sent and not plan.bytes)
+
+
 def test_senders_take_turns() -> None:
     """Four copies of everything: each holder sends as much as the others, to four devices that have nothing."""
     mesh, to = mesh_of({"x": 4}, [0, 1, 2, 3]), mesh_of({"p": 4}, [4, 5, 6, 7])
