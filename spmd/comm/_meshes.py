@@ -69,7 +69,7 @@ class MeshPlan:
       >>> import spmd
       >>> plan = spmd.plan("a/x b -> a b/y", sizes={"a": 8, "b": 8}, mesh={"x": 2}, to={"y": 4})
       >>> plan.bytes, plan.lower_bound, len(plan.links)
-      (64, 64, 6)
+      (96, 64, 6)
     """
 
     source: Layout
