@@ -1,4 +1,4 @@
-"""From one mesh to another: which device sends which piece of an array to which, and the arrays that are made of them.
+"""From one mesh to another: which device sends which piece of an array to which, and the program that sends them.
 
 Each block that is wanted is cut where the blocks that are held end. A device that holds a piece already keeps it. Of
 the others that hold it the one that has sent least so far sends it, one of the same process first.
@@ -6,6 +6,7 @@ the others that hold it the one that has sent least so far sends it, one of the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -21,10 +22,13 @@ from jax.sharding import Mesh, NamedSharding
 
 from spmd import _compat
 from spmd._text import bytes_text, fields_of, wrapped
-from spmd._trees.leaves import kind_of
+from spmd._trees.leaves import described, kind_of
+from spmd.comm import _lax
+from spmd.comm._keywords import split_keywords
+from spmd.comm.planner import corner, matchings
 from spmd.errors import CommunicationError, LayoutError, MeshError, SizeError
-from spmd.language import Layout, Pattern, axes_product, axes_tuple, check_axes, mesh_text
-from spmd.mesh import sizes_for
+from spmd.language import Layout, Pattern, Size, as_fault, axes_product, axes_tuple, bind, check_axes, mesh_text
+from spmd.mesh import mesh_for, sizes_for
 
 Box = tuple[tuple[int, int], ...]
 """From where to where in each dimension of the whole array."""
@@ -59,12 +63,13 @@ class MeshPlan:
       to: The axes of the second mesh with their sizes.
       dtype: The type of the elements.
       pieces: All pieces, also those that devices have themselves.
+      devices: The ids of the devices of both meshes, in mesh order.
 
     Example:
       >>> import spmd
       >>> plan = spmd.plan("a/x b -> a b/y", sizes={"a": 8, "b": 8}, mesh={"x": 2}, to={"y": 4})
       >>> plan.bytes, plan.lower_bound, len(plan.links)
-      (64, 64, 6)
+      (96, 64, 6)
     """
 
     source: Layout
@@ -74,6 +79,7 @@ class MeshPlan:
     to: dict[str, int]
     dtype: np.dtype
     pieces: tuple[Piece, ...]
+    devices: tuple[tuple[int, ...], tuple[int, ...]]
 
     @cached_property
     def received(self) -> dict[int, int]:
@@ -122,56 +128,85 @@ class MeshPlan:
             "links": links,
         }
 
-    def __str__(self) -> str:
+    @property
+    def head(self) -> tuple[str, str]:
+        """Both layouts; sizes and meshes."""
         sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        lines = [
-            f"{self.source.short} -> {self.target.short}",
-            f"{sizes}, {self.dtype.name}; {mesh_text(self.mesh)} -> {mesh_text(self.to)}",
-        ]
-        for (sender, receiver), nbytes in list(self.links.items())[:_MOST_LINKS]:
-            lines.append(f"{sender} -> {receiver}: {bytes_text(nbytes)}")
-        if len(self.links) > _MOST_LINKS:
+        meshes = f"{mesh_text(self.mesh)} -> {mesh_text(self.to)}"
+        return f"{self.source.short} -> {self.target.short}", f"{sizes}, {self.dtype.name}; {meshes}"
+
+    def __str__(self) -> str:
+        return "\n".join(part for line in (*self.head, *self.said) for part in wrapped(line, 120))
+
+    @property
+    def said(self) -> list[str]:
+        """What devices send to each other, a line for those that send a device as much, and the sum."""
+        links: dict[tuple[int, int], list[int]] = {}
+        for (sender, receiver), nbytes in self.links.items():
+            links.setdefault((receiver, nbytes), []).append(sender)
+        lines = []
+        for (receiver, nbytes), senders in itertools.islice(links.items(), _MOST_LINKS):
+            each = " each" if len(senders) > 1 else ""
+            lines.append(f"{', '.join(map(str, senders))} -> {receiver}: {bytes_text(nbytes)}{each}")
+        if len(links) > _MOST_LINKS:
             lines.append(f"... ({len(self.links)} pairs of devices in all)")
         received, sent = (max(side.values(), default=0) for side in (self.received, self.senders))
         total = f"a device receives at most {bytes_text(received)}, which is the least, and sends at most"
         lines.append(f"{total} {bytes_text(sent)}" if self.links else "nothing to do: every device has what it wants")
-        return "\n".join(part for line in lines for part in wrapped(line, 120))
+        return lines
 
     def __repr__(self) -> str:
-        return f'MeshPlan("{self.source.short} -> {self.target.short}": {len(self.links)} links; {self.bytes} bytes)'
+        return f'MeshPlan("{self.head[0]}": {len(self.links)} links; {self.bytes} bytes)'
 
 
 _MOST_LINKS = 16
 
 
-def plan_between(pattern: str, sizes: Mapping[str, int], mesh: Any, to: Any, dtype: np.dtype) -> MeshPlan:
+def plan_between(pattern: str, names: Mapping[str, Any], mesh: Any, to: Any, dtype: np.dtype) -> MeshPlan:
     """The plan between two meshes.
 
     Args:
       pattern: `"layout -> layout"`; the axes on the left are those of `mesh`, the ones on the right those of `to`.
-      sizes: The global size of each name.
-      mesh: A Mesh, an AbstractMesh or a dict. The devices of one without devices are numbered from 0.
+      names: The global size of each name, and mesh axes of names.
+      mesh: A Mesh, an AbstractMesh or a dict; None for that of `jax.set_mesh`. The devices of one without devices are
+        numbered from 0.
       to: The same of the second mesh.
       dtype: The type of the elements.
     """
-    call = f'plan("{pattern}")'
-    source, target = _sides(pattern, call)
+    call = _call("plan(", pattern, ")")
+    source, target, sizes = _sides(pattern, call, names)
+    mesh = mesh_for(None, [], call) if mesh is None else mesh
     first, second = (sizes_for(one, call) for one in (mesh, to))
-    for layout, axes in ((source, first), (target, second)):
-        check_axes(layout.axis_names, axes, call=call, source=pattern)
-    if lacking := [atom.name for atom in source.atoms if atom.named and atom.name not in sizes]:
-        rule = f"the size of {lacking[0]} is not given."
-        raise LayoutError(rule, call=call, advice=f'sizes={{"{lacking[0]}": ...}}')
-    known = {atom.name: int(sizes[atom.name]) for atom in source.atoms if atom.named}
-    shape = tuple(math.prod(known.get(a.name) or int(a.name) for a in dim.atoms) for dim in source.dims)
-    ends = [_held(source, shape, mesh, first, call), _held(target, shape, to, second, call)]
-    pieces = _pieces(shape, dtype.itemsize, ends)
-    return MeshPlan(source, target, known, first, second, dtype, tuple(pieces))
+    for atom in source.atoms:
+        if atom.named and atom.name not in sizes:
+            raise SizeError(f"the size of {atom.name} is not known.", call=call, advice=f"say it: {atom.name}=...")
+    shape = tuple(math.prod(sizes[a.name] if a.named else int(a.name) for a in dim.atoms) for dim in source.dims)
+    ends = [_held(one, shape, on, sizes, call, pattern) for one, on in ((source, mesh), (target, to))]
+    pieces = tuple(_pieces(shape, dtype.itemsize, ends))
+    before, after = (tuple(_id(device) for device, _ in end) for end in ends)
+    return MeshPlan(source, target, sizes, first, second, dtype, pieces, (before, after))
 
 
-def _sides(pattern: str, call: str) -> tuple[Layout, Layout]:
-    """Both layouts. They have the same dimensions, complete values, and nothing that is not written out."""
+def _call(before: str, pattern: Any, after: str) -> str:
+    """How messages show a call, whose pattern is a string."""
+    if not isinstance(pattern, str | Layout):
+        raise LayoutError(f"the pattern is a string, not {kind_of(pattern)}.", call=f"{before}...{after}")
+    return f'{before}"{pattern}"{after}'
+
+
+def check_plain(call: str, prefer: str, hardware: Any) -> None:
+    """Between two meshes there is nothing to prefer."""
+    if prefer != "collectives" or hardware is not None:
+        rule = "between two meshes devices send each other pieces; prefer= and hardware= choose among collectives."
+        raise CommunicationError(rule, call=call, advice="leave them out")
+
+
+def _sides(pattern: str, call: str, names: Mapping[str, Any]) -> tuple[Layout, Layout, dict[str, int]]:
+    """Both layouts, and the sizes among the keywords. The sides have the same dimensions, complete values, and nothing
+    that is not written out."""
     read = Pattern(pattern, call=call)
+    sizes, axes = split_keywords(call, read, names)
+    read = read.bind(**axes) if axes else read
     if len(read.inputs) != 1 or len(read.outputs) != 1:
         raise LayoutError("a change of meshes has one layout on each side.", call=call, source=pattern)
     [source], [target] = read.inputs, read.outputs
@@ -182,23 +217,25 @@ def _sides(pattern: str, call: str) -> tuple[Layout, Layout]:
     if marks := (*source.unreduced, *source.reduced, *target.unreduced, *target.reduced):
         rule = f"an array that goes to another mesh is complete, and {marks[0]} stands in a mark."
         raise LayoutError(rule, call=call, source=pattern, advice="complete the sum first, with psum or psum_scatter")
-    if source.has_ellipsis or any(any(dim.margin) for dim in (*source.dims, *target.dims)):
-        raise LayoutError("a change of meshes needs every dimension, without margins.", call=call, source=pattern)
-    return source, target
+    unnamed = source.has_ellipsis or any(atom.name == "_" for atom in source.atoms)
+    if unnamed or any(any(dim.margin) for dim in (*source.dims, *target.dims)):
+        rule = "a change of meshes needs the name of every dimension, without margins."
+        raise LayoutError(rule, call=call, source=pattern)
+    return source, target, sizes
 
 
 def _held(
-    layout: Layout, shape: tuple[int, ...], mesh: Any, sizes: Mapping[str, int], call: str
+    layout: Layout, shape: tuple[int, ...], mesh: Any, known: Mapping[str, int], call: str, pattern: str
 ) -> list[tuple[Any, Box]]:
-    """The devices of a mesh, each with the box of the array that it holds."""
+    """The devices of a mesh, each with the box of the array that it holds. `known`: the sizes that the call gives."""
+    sizes = sizes_for(mesh, call)
+    check_axes(layout.axis_names, sizes, call=call, source=pattern)
+    given = {name: Size(size, "the call") for name, size in known.items()}
+    if faults := bind([("", shape, layout)], sizes, known=given).faults:
+        raise SizeError(as_fault(faults, sizes, "the array does not fit the layout.", call=call, source=pattern))
     count = math.prod(sizes.values())
     devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else range(count)
     runs = [axes_tuple(axes) for axes in _compat.partitions(layout.spec, len(shape))]
-    for n, axes, dim in zip(shape, runs, layout.dims, strict=True):
-        if n % axes_product(axes, sizes):
-            many = f"the {axes_product(axes, sizes)} blocks of {'/'.join(axes)}"
-            rule = f"{dim.names[0]} of size {n} does not divide into {many}."
-            raise SizeError(rule, call=call, got=[mesh_text(sizes)])
     places = np.unravel_index(np.arange(count), tuple(sizes.values()) or (1,))
     at = dict(zip(sizes, places, strict=False))
     starts = []
@@ -222,8 +259,8 @@ def _pieces(shape: tuple[int, ...], itemsize: int, sides: Sequence[list[tuple[An
     for receiver, box in want:
         # The blocks that it meets form a grid.
         meets = [range(start // w * w, stop, w) if w else () for (start, stop), w in zip(box, widths, strict=True)]
-        for corner in itertools.product(*meets):
-            block = tuple((s, s + w) for s, w in zip(corner, widths, strict=True))
+        for first in itertools.product(*meets):
+            block = tuple((s, s + w) for s, w in zip(first, widths, strict=True))
             common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, block, strict=True))
             nbytes = itemsize * math.prod(b - a for a, b in common)
             far = _process(receiver)
@@ -244,97 +281,161 @@ def _process(device: Any) -> int:
 # --- arrays -------------------------------------------------------------------------------------------------------
 
 
-def moved_between(tree: Any, pattern: Any, to: Mesh, *, donate: bool = False) -> Any:
-    """Arrays on the devices of another mesh, one after another, the one first that leaves most room on each device.
+@dataclass(frozen=True)
+class _Job:
+    """One array: how messages call it, where it goes, what each device holds before and after, and the pieces."""
+
+    call: str
+    x: Any
+    target: NamedSharding
+    held: tuple[dict[Any, Box], dict[Any, Box]]
+    pieces: tuple[Piece, ...]
+
+    def room(self, donate: bool) -> tuple[bool, int]:
+        """The key of the order in which arrays need the least memory at a time: first those that leave more room than
+        they take, the smallest first, and then those that leave most."""
+        here, there = (
+            math.prod(b - a for a, b in next(iter(side.values()))) * self.x.dtype.itemsize for side in self.held
+        )
+        leaves = here if donate and not self.held[0].keys().isdisjoint(self.held[1]) else 0
+        return there >= leaves, -leaves if there >= leaves else there
+
+
+def moved_between(tree: Any, pattern: Any, to: Any, names: Mapping[str, Any], *, donate: bool = False) -> Any:
+    """Arrays on the devices of another mesh, one after another, in the order that needs the least memory at a time.
 
     Args:
       tree: An array on a mesh, or a tree of them.
       pattern: A pattern for all, or a tree of patterns of the same form.
       to: The other mesh.
+      names: Sizes and mesh axes of names.
       donate: Whether the arrays are deleted as soon as they are moved.
     """
-    leaves, form = jax.tree.flatten(tree)
-    patterns = [pattern] * len(leaves) if isinstance(pattern, str) else form.flatten_up_to(pattern)
-    jobs = [_job(x, one, to) for x, one in zip(leaves, patterns, strict=True)]
-    found: list[Any] = [None] * len(leaves)
-    for i in sorted(range(len(leaves)), key=lambda i: jobs[i][1]):
-        target, _, pieces = jobs[i]
-        found[i] = jax.block_until_ready(_moved(leaves[i], to, target, pieces))  # so that one is on its way at a time
+    leaves, form = jax.tree.flatten_with_path(tree)
+    if not isinstance(to, Mesh):
+        rule = f"to= is a mesh with devices, not {kind_of(to)}."
+        raise MeshError(rule, call="relayout(x, ..., to=...)", advice="as in to=spmd.make_mesh(tp=4)")
+    try:
+        patterns = form.flatten_up_to(pattern) if form.num_leaves and _is_tree(pattern) else [pattern] * len(leaves)
+    except ValueError:
+        rule = "a pattern is for all arrays, or there is a tree of patterns of the same form as the arrays."
+        got = [f"arrays: {described(tree)}", f"patterns: {described(pattern)}"]
+        raise LayoutError(rule, call="relayout(x, ..., to=mesh)", got=got) from None
+    jobs = [
+        _job(x, f"x{jax.tree_util.keystr(path)}", one, to, names)
+        for (path, x), one in zip(leaves, patterns, strict=True)
+    ]
+    found: list[Any] = [None] * len(jobs)
+    for i in sorted(range(len(jobs)), key=lambda i: jobs[i].room(donate)):
+        x = jobs[i].x
+        found[i] = jax.block_until_ready(_moved(jobs[i]))  # so that one is on its way at a time
         kept = {b.unsafe_buffer_pointer() for b in _buffers(found[i])} if donate else set()
-        if donate and not any(b.unsafe_buffer_pointer() in kept for b in _buffers(leaves[i])):
-            leaves[i].delete()
+        if donate and not any(b.unsafe_buffer_pointer() in kept for b in _buffers(x)):
+            x.delete()
     return form.unflatten(found)
+
+
+def _is_tree(pattern: Any) -> bool:
+    return not jax.tree_util.all_leaves([pattern])
 
 
 def _buffers(x: Any) -> list[Any]:
     return [shard.data for shard in x.addressable_shards]
 
 
-def _job(x: Any, pattern: str, to: Mesh) -> tuple[NamedSharding, int, tuple[Piece, ...]]:
-    """Where an array goes, by how many bytes its blocks there are larger, and its pieces."""
-    call = f'relayout(x, "{pattern}", to=mesh)'
-    if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-        rule = "relayout to another mesh moves arrays that lie on a mesh, outside of jit and of kernels."
+def _job(x: Any, name: str, pattern: str, to: Mesh, names: Mapping[str, Any]) -> _Job:
+    """What is to be done with one array, after all checks."""
+    call = _call(f"relayout({name}, ", pattern, ", to=mesh)")
+    if isinstance(x, jax.core.Tracer):
+        rule = "relayout to another mesh runs outside of jit and of kernels."
         raise CommunicationError(rule, call=call, got=[kind_of(x)], advice="call it on the results of a kernel")
-    lies = x.sharding
+    source, target, sizes = _sides(pattern, call, names)
+    lies = x.sharding if isinstance(x, jax.Array) else None
     if not isinstance(lies, NamedSharding) or not isinstance(lies.mesh, Mesh):
         rule = "relayout to another mesh needs an array that lies on a mesh."
-        advice = 'spmd.shard(x, "b/dp d", mesh=mesh) first'
-        raise MeshError(rule, call=call, got=[type(lies).__name__], advice=advice)
-    source, target = _sides(pattern, call)
-    if source.rank != x.ndim:
-        rule = f"the array has {x.ndim} dimensions, and the pattern names {source.rank}."
-        raise LayoutError(rule, call=call, source=pattern, got=[f"shape {x.shape}"])
-    sizes = dict(zip((dim.names[0] for dim in source.dims), x.shape, strict=True))
-    for layout, mesh in ((source, lies.mesh), (target, to)):
-        check_axes(layout.axis_names, dict(mesh.shape), call=call, source=pattern)
+        advice = f'spmd.shard({name}, "{source.short}", mesh=mesh) first, with the mesh on which it shall lie'
+        raise MeshError(rule, call=call, got=[type(lies).__name__ if lies else kind_of(x)], advice=advice)
+    ends = (source, lies.mesh), (target, to)
+    held = [_held(one, x.shape, mesh, sizes, call, pattern) for one, mesh in ends]
     if not lies.is_equivalent_to(NamedSharding(lies.mesh, source.spec), x.ndim):
-        lies_as = Layout.of(x, " ".join(sizes)).short if len(sizes) == x.ndim else lies.spec
+        first = [dim.names[0] for dim in source.dims]
+        shown = Layout.of(x, " ".join(first)).short if all(map(str.isidentifier, first)) else lies.spec
         rule = "the array lies otherwise than the left side says."
         raise LayoutError(
-            rule, call=call, source=pattern, got=[f"it lies as {lies_as}"], advice="write on the left how it lies"
+            rule, call=call, source=pattern, got=[f"it lies as {shown}"], advice=f'"{shown} -> {target.short}"'
         )
-    held = [_held(one, x.shape, mesh, dict(mesh.shape), call) for one, mesh in ((source, lies.mesh), (target, to))]
     pieces = tuple(_pieces(x.shape, x.dtype.itemsize, held))
-    grows = [math.prod(b - a for a, b in side[0][1]) * x.dtype.itemsize for side in held]
-    return NamedSharding(to, target.spec), grows[1] - grows[0], pieces
+    return _Job(call, x, NamedSharding(to, target.spec), (dict(held[0]), dict(held[1])), pieces)
 
 
-def _moved(x: Any, to: Mesh, target: NamedSharding, pieces: tuple[Piece, ...]) -> Any:
-    """JAX's own way where whole shards stay or where processes share the work, and by pieces otherwise."""
-    if x.sharding.is_equivalent_to(target, x.ndim) or not (x.is_fully_addressable and target.is_fully_addressable):
+# JAX puts no array on other devices if these belong to other processes. So the processes of both meshes run one program
+# on all their devices, in which devices send each other cells: pieces of one size.
+
+
+def _moved(job: _Job) -> Any:
+    """The array on the other mesh. A process without a device in either mesh sends nothing."""
+    x, target = job.x, job.target
+    keys = jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    here = x.is_fully_addressable and target.is_fully_addressable
+    if (keys and here) or (x.addressable_shards and x.sharding.is_equivalent_to(target, x.ndim)):
         return jax.device_put(x, target)
-    if not x.size or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):  # keys cannot be put together
-        return jax.device_put(x, target)
-    shards = {shard.device.id: (_box(shard.index, x.shape), shard.data) for shard in x.addressable_shards}
-    parts: dict[int, list[Piece]] = {}
-    for piece in pieces:
-        parts.setdefault(piece.receiver, []).append(piece)
-    placed = []
-    for device in to.devices.flat:
-        got = [(piece.box, _cut(*shards[piece.sender], piece.box, device)) for piece in parts[device.id]]
-        placed.append(got[0][1] if len(got) == 1 else _joined(got))
-    return jax.make_array_from_single_device_arrays(x.shape, target, placed)
+    if keys:
+        rule = "random keys do not go to other processes."
+        raise CommunicationError(rule, call=job.call, advice="make them there: jax.random.key(seed)")
+    devices = tuple(dict.fromkeys((*job.held[0], *job.held[1])))
+    mine = [device for device in devices if device.process_index == jax.process_index()]
+    shape = target.shard_shape(x.shape)
+    if not mine or not x.size:
+        return jax.make_array_from_callback(x.shape, target, lambda _: np.empty(shape, x.dtype), dtype=x.dtype)
+    before, after = (one.shard_shape(x.shape) or (1,) for one in (x.sharding, target))
+    cell = tuple(map(math.gcd, before, after))
+    held = {shard.device: shard.data.reshape(before) for shard in x.addressable_shards}
+    blocks = [held[d] if d in held else jax.device_put(np.zeros(before, x.dtype), d) for d in mine]
+    every = NamedSharding(Mesh(np.array(devices), ("d",)), jax.P("d"))
+    stacked = (len(devices) * before[0], *before[1:])
+    start = jax.make_array_from_single_device_arrays(stacked, every, blocks)
+    out = _exchange(every, after, cell, _sends(job, devices, cell))(start)
+    wanted = [shard.data.reshape(shape) for shard in out.addressable_shards if shard.device in job.held[1]]
+    return jax.make_array_from_single_device_arrays(x.shape, target, wanted, dtype=x.dtype)
 
 
-def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
-    return tuple(one.indices(n)[:2] for one, n in zip(index, shape, strict=True))
+def _sends(job: _Job, devices: Sequence[Any], cell: tuple[int, ...]) -> tuple[Send, ...]:
+    place = {device.id: i for i, device in enumerate(devices)}
+    sends = []
+    for piece in job.pieces:
+        numbers = [place[device] for device in (piece.sender, piece.receiver)]
+        ends = [side[devices[i]] for side, i in zip(job.held, numbers, strict=True)]
+        for first in itertools.product(*(range(*span, w) for span, w in zip(piece.box, cell, strict=False))):
+            at = [tuple((c - a) // w for c, (a, _), w in zip(first, box, cell, strict=False)) for box in ends]
+            sends.append((numbers[0], numbers[1], at[0] or (0,), at[1] or (0,)))
+    return tuple(sends)
 
 
-def _cut(held: Box, shard: Any, box: Box, device: Any) -> Any:
-    """A piece of a shard, on the device that wants it."""
-    if held != box:
-        starts = [a - c for (a, _), (c, _) in zip(box, held, strict=True)]
-        stops = [b - c for (_, b), (c, _) in zip(box, held, strict=True)]
-        shard = jax.lax.slice(shard, starts, stops)
-    return jax.device_put(shard, device)
+Send = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+"""From which device to which, and where the cell lies in the block of each, counted in cells."""
 
 
-def _joined(got: list[tuple[Box, Any]], dim: int = 0) -> Any:
-    """The pieces of one device, which form a grid, as one array."""
-    if len(got) == 1:
-        return got[0][1]
-    rows: dict[tuple[int, int], list[tuple[Box, Any]]] = {}
-    for box, x in got:
-        rows.setdefault(box[dim], []).append((box, x))
-    return jnp.concatenate([_joined(rows[key], dim + 1) for key in sorted(rows)], dim)
+@functools.lru_cache(maxsize=1024)
+def _exchange(every: NamedSharding, after: tuple[int, ...], cell: tuple[int, ...], sends: tuple[Send, ...]) -> Any:
+    """The program. In each round a device sends at most one cell and receives at most one."""
+    count = len(every.device_set)
+    own, far = ([send for send in sends if (send[0] == send[1]) is same] for same in (True, False))
+    rounds = [[some[i] for i in one] for some in (own, far) for one in matchings([(a, b) for a, b, *_ in some])]
+
+    def body(x: Any) -> Any:
+        me = jax.lax.axis_index("d")
+        out = _compat.pvary(jnp.zeros(after, x.dtype), ("d",))
+        for one in rounds:
+            reads, writes = (np.zeros((count, len(cell)), np.int32) for _ in range(2))
+            gets = np.zeros(count, bool)
+            for sender, receiver, read, write in one:
+                reads[sender], writes[receiver], gets[receiver] = read, write, True
+            piece = jax.lax.dynamic_slice(x, corner(reads, cell, me), cell)
+            if one[0][0] != one[0][1]:
+                piece = _lax.ppermute(piece, ("d",), {"d": count}, [(a, b) for a, b, *_ in one])
+            place = corner(writes, cell, me)
+            kept = jax.lax.dynamic_slice(out, place, cell)
+            out = jax.lax.dynamic_update_slice(out, jnp.where(jnp.asarray(gets)[me], piece, kept), place)
+        return out
+
+    return jax.jit(jax.shard_map(body, mesh=every.mesh, in_specs=every.spec, out_specs=every.spec))

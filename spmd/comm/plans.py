@@ -17,7 +17,7 @@ from spmd._trees.leaves import kind_of
 from spmd.accelerators import Hardware
 from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import constrain
-from spmd.comm._meshes import MeshPlan, moved_between, plan_between
+from spmd.comm._meshes import MeshPlan, check_plain, moved_between, plan_between
 from spmd.comm._planned import Prefer, before_and_after, check_prefer, planned
 from spmd.comm.collectives import check_sides
 from spmd.comm.planner._route import Axes, NamedRoute, Request, in_parts, route, seconds_of
@@ -234,6 +234,7 @@ def plan(
         rule = f"sizes is a dict of dimension names and their sizes, not {sizes!r}."
         raise SizeError(rule, call="plan(...)", advice='as in sizes={"a": 4096, "b": 4096}')
     if to is not None:
+        check_plain("plan(..., to=mesh)", prefer, hardware)
         return plan_between(pattern, {**(sizes or {}), **names}, mesh, to, _dtype(dtype))
     here = try_frame()
     mapping = ambient_mapping() if here is None else here.mapping
@@ -433,7 +434,8 @@ def relayout(
       pattern: `"layout -> layout"`, with the same dimensions in the same order, and any placement on either side.
       to: As in `all_gather`, JAX's type of what is whole afterwards. Or another mesh, outside of kernels: axes on the
         right are then those of that mesh, `x` lies on its own mesh as the left side says, and devices send each other
-        pieces, as `spmd.plan(..., to=)` shows. The pattern may be a tree of patterns. One array moves after another.
+        pieces, as `spmd.plan(..., to=)` shows. The pattern may be a tree of patterns. One array moves after another, in
+        the order that needs the least memory. Each process with a device in either mesh makes the call.
       prefer: "collectives"; "bytes" to send pieces from device to device, in rounds of ppermutes, if collectives cannot
         reach the lower bound; "latency" to take the least time on a hardware profile.
       hardware: The profile, or the name of a preset: see `spmd.accelerators.hardware`. "latency" needs one.
@@ -446,7 +448,7 @@ def relayout(
     Raises:
       LayoutError: If the dimensions differ.
       SizeError: If a dimension does not divide.
-      CommunicationError: If `prefer` is not one of these, or lacks its profile.
+      CommunicationError: If `prefer` is not one of these or lacks its profile; if random keys go to other processes.
 
     Example:
       >>> import jax.numpy as jnp, spmd
@@ -462,8 +464,12 @@ def relayout(
       layout as slices, all_to_alls, one permutation and gathers, none larger than both ends. Here all_to_all is more
       general, partial sums take part, and the search is exact (A* with the lower bound as its estimate).
     """
-    if isinstance(to, Mesh):
-        return moved_between(x, pattern, to, donate=donate)
+    if not isinstance(to, str | None):
+        check_plain("relayout(x, ..., to=mesh)", prefer, hardware)
+        return moved_between(x, pattern, to, names, donate=donate)
+    if donate:
+        rule = "donate= is for a change of meshes: XLA reuses the memory of arrays within a program by itself."
+        raise CommunicationError(rule, call=f'relayout(x, "{pattern}")', advice="leave donate= out, or give to=mesh")
     example = 'relayout(x, "b/dp d -> b d/dp")'
     also = {} if to is None else {"to": to}
     call = open_call("relayout", pattern, names, arrays=(x,), example=example, also=also)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import jax
@@ -14,7 +15,7 @@ from spmd import _compat
 from spmd._text import Line
 from spmd._trees.leaves import is_array, kind_of
 from spmd.comm._marks import tag_of
-from spmd.comm.plans import Plan
+from spmd.comm.plans import MeshPlan, Plan
 from spmd.drawing import _picture as draw
 from spmd.errors import Fix, LayoutError, MeshError, PlacementError, SpmdError
 from spmd.inspect._blocks import Holdings
@@ -42,7 +43,7 @@ def visualize(
 
     Args:
       layout_or_array_or_plan: A layout, an array on devices, a `jax.ShapeDtypeStruct` with a sharding, a value that is
-        traced in a kernel, a `Plan`, or a mesh, which is drawn with its devices.
+        traced in a kernel, a `Plan`, also one of two meshes, or a mesh, which is drawn with its devices.
       shape: For a layout, the global shape, or sizes by name: `{"b": 8}`. Without it blocks are numbered.
       mesh: For a layout, a mesh, an abstract mesh, or `{"dp": 2}`. By default it is that of the kernel being traced, or
         else that of `jax.set_mesh`.
@@ -79,11 +80,13 @@ def visualize(
     what = layout_or_array_or_plan
     if isinstance(what, (str, Layout)):
         return draw.Picture(_of_holdings(_of_text(what, shape, mesh)))
-    if (shape is not None or mesh is not None) and (isinstance(what, Plan) or hasattr(what, "sharding")):
+    if (shape is not None or mesh is not None) and (isinstance(what, Plan | MeshPlan) or hasattr(what, "sharding")):
         rule = "An array or a plan has a shape and a mesh of its own. Only a layout is given them."
         raise LayoutError(rule, call=_CALL, fix=Fix("visualize"))
     if isinstance(what, Plan):
         return draw.Picture(PlanDrawing(what))
+    if isinstance(what, MeshPlan):
+        return draw.Picture(_of_two_meshes(what))
     if isinstance(what, Mesh | AbstractMesh):
         return draw.Picture(_of_mesh(what))
     if isinstance(what, jax.core.Tracer):
@@ -145,6 +148,23 @@ def _of_mesh(mesh: Mesh | AbstractMesh) -> _Drawn:
     colours = {device: at[first] for device, at in zip(held.devices, held.coordinates, strict=True)}
     grid = blocks.device_grid(held, {device: colour % blocks.MOST_DEVICES for device, colour in colours.items()})
     return _Drawn(held.mesh_text, [], [[[grid]]], [], held.mesh_text, {"devices": held.placed})
+
+
+def _of_two_meshes(plan: MeshPlan) -> _Drawn:
+    """Return what the devices of both meshes hold, side by side, and what they send to each other."""
+    ends = zip((plan.source, plan.target), (plan.mesh, plan.to), plan.devices, strict=True)
+    states = [
+        replace(
+            blocks.of_layout(layout, plan.sizes, _abstract(mesh), call=_CALL),
+            devices=devices,
+        )
+        for layout, mesh, devices in ends
+    ]
+    colours = blocks.tints(*states)
+    rows = [blocks.block_grids(state, colours) for state in states]
+    grids = [[*before, *after] for before, after in itertools.zip_longest(*rows, fillvalue=[])]
+    title, about = plan.head
+    return _Drawn(title, [about], [grids], plan.said, f"{title}: which device sends what", plan.to_dict())
 
 
 # --- a layout ------------------------------------------------------------------------------------------------

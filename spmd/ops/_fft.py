@@ -371,7 +371,7 @@ def _transform(who: str, x: Any, pattern: Any, names: dict[str, Any], **given: A
         if not _in_place(named) and (stages if job == named else route(named)) is None:
             _nowhere(call, named)  # decided by names, so that it is an error on every mesh
         if stages is not None:
-            return call.result(_Walk(call, job, named, operand.names, norm, wall).run(x, stages))
+            return call.result(_Walk(call, job, named, operand.names, norm, wall).walked(x, stages))
         sizes = factors(named.before[-1], named.parts(named.source[-1]))
         return call.result(in_two_factors(x, sizes, named.source[-1], inverse=who == "fft.ifft", norm=norm))
 
@@ -405,8 +405,8 @@ def _inexact(call: Call, x: Any) -> Any:
 class _Walk:
     """The stages of one transform, on arrays.
 
-    In explicit mode the dimension that is transformed next is the last one in memory. An exchange copies the array
-    anyway, and its pieces are joined where the transform reads them.
+    The dimension that is transformed next is the last one in memory. An exchange copies the array anyway, and its
+    pieces are joined where the transform reads them.
     """
 
     def __init__(self, call: Call, job: Job, named: Job, names: tuple[str, ...], norm: Any, wall: Wall | None) -> None:
@@ -414,32 +414,40 @@ class _Walk:
         self.names, self.norm, self.wall = names, norm, wall
         self.order = tuple(range(len(names)))  # which dimension each axis of the array is
         self.padded: dict[int, tuple[str, ...]] = {}  # padded dimensions, and the axes that they had then
+        self.whole = call.frame.mode == "reference"
 
-    def run(self, x: Any, stages: tuple[Stage, ...]) -> Any:
+    def walked(self, x: Any, stages: tuple[Stage, ...]) -> Any:
+        """All stages. In auto mode they are one island, because XLA of jax 0.10 gathers for a transform."""
+        if self.call.frame.mode != "auto":
+            return self.run(x, stages, self.call.to)
+        ends = self.written(self.named.source), self.written(self.named.target, self.order)
+        return _local(functools.partial(self.run, stages=stages, to="invarying"), " -> ".join(ends))(x)
+
+    def run(self, x: Any, stages: tuple[Stage, ...], to: To) -> Any:
         at = self.job.source
         left = set(self.job.moved)
         for stage in stages:
             if stage.to is None:
                 left -= set(stage.moved)
-                x = self.apply(x, stage.moved, at)
+                x = self.plain(stage.moved)(x)
             else:
-                x = self.go(x, at, stage, left)
+                x = self.go(x, at, stage, left, to)
                 at = stage.to
-        if self.placed(at) != self.named.target and self.call.frame.mode != "reference":
-            x = _relayout(x, f"{self.text(at)} -> {self.written(self.named.target)}", to=self.call.to)
+        if self.placed(at) != self.named.target and not self.whole:
+            x = _relayout(x, f"{self.text(at)} -> {self.written(self.named.target)}", to=to)
         return transposed(x, tuple(self.order.index(i) for i in range(x.ndim)))  # in their own order again
 
-    def go(self, x: Any, at: tuple[Any, ...], stage: Stage, left: set[int]) -> Any:
+    def go(self, x: Any, at: tuple[Any, ...], stage: Stage, left: set[int], to: To) -> Any:
         """A change of layout, between padding and cropping where a dimension does not divide."""
         assert stage.to is not None
-        if self.call.frame.mode == "reference":
+        if self.whole:
             return x
         true = [b if i in left else a for i, (b, a) in enumerate(zip(self.job.before, self.job.after, strict=True))]
         pads = {i: (m, n) for i, (n, m) in enumerate(zip(stage.sizes, true, strict=True)) if n > m}
         entering = [i for i in pads if i not in self.padded]
         self.padded |= {i: at[i] for i in entering}
         x = self.resized(x, at, {i: pads[i][1] for i in entering})
-        x = self.moved(x, at, stage.to, [i for i in sorted(left) if at[i] and not stage.to[i]])
+        x = self.moved(x, at, stage.to, [i for i in sorted(left) if at[i] and not stage.to[i]], to)
         leaving = [i for i in pads if self.padded[i] == stage.to[i]]
         self.padded = {i: axes for i, axes in self.padded.items() if i not in leaving}
         return self.resized(x, stage.to, {i: pads[i][0] for i in leaving})
@@ -447,42 +455,25 @@ class _Walk:
     def resized(self, x: Any, at: tuple[Any, ...], sizes: dict[int, int]) -> Any:
         """Each block with zeros added or entries removed at its end, so that the dimensions have these sizes."""
 
-        def run(x: Any) -> Any:
-            shape = list(x.shape)
-            for i, size in sizes.items():
-                shape[self.order.index(i)] = size // self.job.parts(at[i])
-            x = jax.lax.slice(x, [0] * x.ndim, [min(n, m) for n, m in zip(x.shape, shape, strict=True)])
-            return jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, shape, strict=True)])
+        shape = list(x.shape)
+        for i, size in sizes.items():
+            shape[self.order.index(i)] = size // self.job.parts(at[i])
+        x = jax.lax.slice(x, [0] * x.ndim, [min(n, m) for n, m in zip(x.shape, shape, strict=True)])
+        return jnp.pad(x, [(0, m - n) for n, m in zip(x.shape, shape, strict=True)]) if sizes else x
 
-        if any(at[i] for i in sizes):
-            return self.on_shards(run, x, at, sizes)
-        return run(x) if sizes else x
-
-    def on_shards(self, fn: Callable[[Any], Any], x: Any, at: tuple[Any, ...], renamed: Collection[int]) -> Any:
-        """A function of shards that changes the sizes of some dimensions: in auto mode an island."""
-        if self.call.frame.mode != "auto":
-            return fn(x)
-        return _local(fn, f"{self.text(at)} -> {self.text(at, renamed)}")(x)
-
-    def moved(self, x: Any, at: tuple[Any, ...], to: tuple[Any, ...], freed: list[int]) -> Any:
+    def moved(self, x: Any, at: tuple[Any, ...], then: tuple[Any, ...], freed: list[int], to: To) -> Any:
         """From one placement to another. The dimensions that are freed to be transformed become the last ones."""
-        if self.call.frame.explicit:
-            order = (*(i for i in self.order if i not in freed), *freed)
-            x = x.transpose([self.order.index(i) for i in order])
-            self.order = order
-            changed = [i for i in order if at[i] != to[i]]
-            for giver, taker in (changed, changed[::-1]) if len(changed) == 2 else ():
-                axes = at[giver][len(to[giver]) :]
-                simple = at[giver] == (*to[giver], *axes) and to[taker] == (*at[taker], *axes)
-                if simple and 1 < self.job.parts(axes) <= JOINED:
-                    pieces = cut(x, self.job.parts(axes), order.index(taker))
-                    return joined(_lax.all_to_all(pieces, axes, 0, 0), order.index(giver))
-        return _relayout(x, f"{self.text(at)} -> {self.text(to)}", to=self.call.to)
-
-    def apply(self, x: Any, dims: tuple[int, ...], at: tuple[Any, ...]) -> Any:
-        """The transform along dimensions that are whole, on shards, because XLA of jax 0.10 would gather all other
-        dimensions first."""
-        return self.on_shards(self.plain(dims), x, at, self.order)
+        order = (*(i for i in self.order if i not in freed), *freed)
+        x = x.transpose([self.order.index(i) for i in order])
+        self.order = order
+        changed = [i for i in order if at[i] != then[i]]
+        for giver, taker in (changed, changed[::-1]) if len(changed) == 2 else ():
+            axes = at[giver][len(then[giver]) :]
+            simple = at[giver] == (*then[giver], *axes) and then[taker] == (*at[taker], *axes)
+            if simple and 1 < self.job.parts(axes) <= JOINED:
+                pieces = cut(x, self.job.parts(axes), order.index(taker))
+                return joined(_lax.all_to_all(pieces, axes, 0, 0), order.index(giver))
+        return _relayout(x, f"{self.text(at)} -> {self.text(then)}", to=to)
 
     def plain(self, dims: tuple[int, ...]) -> Callable[[Any], Any]:
         half, real, norm = self.job.half, self.job.real, self.norm
@@ -514,9 +505,9 @@ class _Walk:
 
         return run
 
-    def text(self, at: tuple[Any, ...], renamed: Collection[int] = ()) -> str:
+    def text(self, at: tuple[Any, ...]) -> str:
         """The layout of a placement, with names of our own."""
-        return self.written(self.placed(at), renamed)
+        return self.written(self.placed(at))
 
     def placed(self, at: tuple[Any, ...]) -> tuple[Any, ...]:
         """A placement with the axes of size 1, which stay where the source has them until the end."""

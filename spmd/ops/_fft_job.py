@@ -51,7 +51,6 @@ class Job:
       real: "" for a complex transform, "first" where dimension `half` starts real, "last" where it ends real, "both"
         where nothing becomes complex.
       movable: The dimensions that may take over axes, which are those with one name.
-      together: Whether several dimensions may give axes away at once. In auto mode XLA would gather.
       mesh: Size of each mesh axis.
       given: Bytes of a number before the first transform.
       itemsize: Bytes of a number after it.
@@ -65,7 +64,6 @@ class Job:
     half: int
     real: str
     movable: frozenset[int]
-    together: bool
     mesh: tuple[tuple[str, int], ...]
     given: int
     itemsize: int
@@ -108,12 +106,6 @@ class _State:
 @functools.lru_cache(maxsize=1024)
 def route(job: Job) -> tuple[Stage, ...] | None:
     """The stages of the cheapest route. None if no dimension can take over the axes of one that must be whole."""
-    if not job.together and (stages := _search(job, singly=True)) is not None:
-        return stages
-    return _search(job, singly=False)
-
-
-def _search(job: Job, *, singly: bool) -> tuple[Stage, ...] | None:
     start = _sliced(job)
     first = () if start == job.source else (Stage(to=start, sizes=job.before),)
     tie = itertools.count()
@@ -127,7 +119,7 @@ def _search(job: Job, *, singly: bool) -> tuple[Stage, ...] | None:
         state, stages = _transformed(job, state, stages)
         if not state.left and state.at == job.target and not state.padded:
             return stages
-        for to, sizes, padded, price in _changes(job, state, singly):
+        for to, sizes, padded, price in _changes(job, state):
             new = _State(to, state.left, padded)
             stage = Stage(to=to, sizes=sizes)
             heapq.heappush(queue, (spent + price, steps + 1, next(tie), new, (*stages, stage)))
@@ -170,13 +162,11 @@ def _itemsize(job: Job, left: frozenset[int]) -> int:
     return job.itemsize // 2 if job.real == "last" and not left else job.itemsize
 
 
-def _changes(
-    job: Job, state: _State, singly: bool
-) -> Iterator[tuple[Placement, tuple[int, ...], frozenset[tuple[int, Axes]], int]]:
+def _changes(job: Job, state: _State) -> Iterator[tuple[Placement, tuple[int, ...], frozenset[tuple[int, Axes]], int]]:
     """The layouts that may come next: the target if it frees something, and every move of whole groups of axes."""
     item = _itemsize(job, state.left)
-    for to in dict.fromkeys((job.target, *_freed(job, state), *(_homeward(job, state) if singly else ()))):
-        if to == state.at or not (to != job.target or _frees(state, to)) or (singly and not _single(state.at, to)):
+    for to in dict.fromkeys((job.target, *_freed(job, state))):
+        if to == state.at or not (to != job.target or _frees(state, to)):
             continue
         fitted = _fitted(job, state, to)
         if fitted is not None:
@@ -195,20 +185,12 @@ def _frees(state: _State, to: Placement) -> bool:
     )
 
 
-def _single(at: Placement, to: Placement) -> bool:
-    """Return whether it is one exchange: axes go from one dimension to one other."""
-    pairs = list(zip(at, to, strict=True))
-    givers = sum(want[: len(have)] != have for have, want in pairs)
-    takers = sum(have[: len(want)] != want for have, want in pairs)
-    return givers <= 1 and (takers <= 1 or not givers)
-
-
 def _freed(job: Job, state: _State) -> Iterator[Placement]:
     """All ways to take axes away from one or several of the waiting dimensions: all its axes, or, from a padded one,
     those that it was padded for."""
     bases = dict(state.padded)
     waiting = [i for i in sorted(state.left | set(bases)) if state.at[i] != bases.get(i, ())]
-    for count in range(1, (len(waiting) if job.together else min(len(waiting), 1)) + 1):
+    for count in range(1, len(waiting) + 1):
         for group in itertools.combinations(waiting, count):
             takers = [i for i in sorted(job.movable) if i not in group]
             for order in itertools.permutations(group):
@@ -217,15 +199,6 @@ def _freed(job: Job, state: _State) -> Iterator[Placement]:
                     for giver, taker in zip(order, chosen, strict=True):
                         to[taker] = (*to[taker], *state.at[giver][len(bases.get(giver, ())) :])
                     yield tuple(to)
-
-
-def _homeward(job: Job, state: _State) -> Iterator[Placement]:
-    """Once all is transformed: the moves of minor axes to where the target has them next."""
-    for giver, axes in enumerate(() if state.left else state.at):
-        for keep, taker in itertools.product(range(len(axes)), range(len(state.at))):
-            moved = (*state.at[taker], *axes[keep:])
-            if taker != giver and moved == job.target[taker][: len(moved)]:
-                yield tuple(axes[:keep] if i == giver else moved if i == taker else a for i, a in enumerate(state.at))
 
 
 def _fitted(job: Job, state: _State, to: Placement) -> tuple[tuple[int, ...], frozenset[tuple[int, Axes]]] | None:
@@ -359,7 +332,6 @@ def job_of(call: Call, operand: Operand, dtype: Any, moved: tuple[int, ...], pad
         half=places[moved[-1]] if real in ("first", "last") else -1,
         real=real,
         movable=frozenset(places[i] for i in single),
-        together=call.frame.mode != "auto",
         mesh=call.frame.sizes,
         given=dtype.itemsize,
         itemsize=np.result_type(dtype, np.complex64).itemsize if wall is None else dtype.itemsize,

@@ -2,6 +2,7 @@
 
     python tests/benchmarks/relayout.py [--quick] [--alike] [--json FILE] [--dims 2 3] [--mesh 3 4]
     python tests/benchmarks/relayout.py --mesh 2 4 --sums      partial sums: a program that adds up, and XLA's
+    python tests/benchmarks/relayout.py --table    meshes of 1 to 5 axes, equal and unequal, without and with sums
     python tests/benchmarks/relayout.py --target h100_sxm.txtpb --pairs 300    as `spmd explain --target`: nothing is run
 
 For every pair (2352 of 512 x 512 float32, 11130 of 64 x 64 x 64; with `--quick` a sample of each, with `--alike` one of
@@ -9,6 +10,9 @@ those that differ only in the names of axes and the order of dimensions; other m
 compiled: `spmd.shard`'s planned one, and the identity with XLA's own resharding. A table compares bytes per device,
 read from the compiled programs, with the lower bound, temporary memory and collectives; the pairs where XLA is worst and
 a random sample are then timed in turns. Exits with 1 where a pair sends more than XLA, or other than its plan says.
+
+Times of a model are those of H100s, of which a node holds the last axis. "planned for it" is the plan that
+`prefer="latency"` makes for this hardware.
 """
 
 import argparse
@@ -37,11 +41,13 @@ import spmd
 from spmd.comm.planner import program
 from spmd.inspect import collectives
 
-AXES = "xyzw"
+AXES = "xyzwv"
 MESH = {"x": 2, "y": 2, "z": 2}
 SHAPES = {2: (512, 512), 3: (64, 64, 64)}
 DIVISIBLE = {2: (240, 240), 3: (120, 120, 120)}  # by axes of 2 to 5 together
 NAMES = "abc"
+TABLE = [(4,), (6,), (2, 2), (2, 3), (4, 2), (3, 4), (2, 2, 2), (2, 4, 3), (2, 2, 2, 2), (2, 3, 2, 2), (2, 2, 2, 2, 2)]
+LARGE = {2: (7680, 7680)}  # 225 MiB; only compiled
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Row:
     ends: int
     seconds: float = 0.0
     xla_seconds: float = 0.0
+    fastest: float = 0.0
 
 
 def layouts(dims: int, axes: Iterable[str] = MESH) -> list[str]:
@@ -144,7 +151,9 @@ def measure(source: str, target: str, shape: tuple[int, ...], mesh: Any, summed:
     ours, xla = (one.total_bytes for one in sent)
     count, xla_count = (sum(one.counts.values()) for one in sent)
     times = [estimated(one, mesh) for one in sent]
-    sides = ours, xla, plan.bytes, count, xla_count, *temp, ends, *times
+    hardware = {"prefer": "latency", "hardware": two_levels(mesh)}
+    fastest = spmd.plan(f"{source} -> {target}", sizes=sizes, mesh=mesh, **hardware).seconds
+    sides = ours, xla, plan.bytes, count, xla_count, *temp, ends, *times, fastest
     return Row(source, target, plan.lower_bound, rounds.bytes, *sides)
 
 
@@ -198,11 +207,67 @@ def show(dims: int, rows: list[Row], shape: tuple[int, ...]) -> None:
     )
     levels = [row.xla_seconds / row.seconds for row in some if row.seconds]
     print(f"XLA / planned, by the time of a model with two levels{spread(levels)}")
+    levels = [row.xla_seconds / row.fastest for row in some if row.fastest]
+    print(f"XLA / planned for it, by the same                    {spread(levels)}")
     print("worst pairs of XLA, and what is left above the bound:")
     for row in [*sorted(some, key=lambda r: -r.xla / r.bound)[:3], *sorted(some, key=lambda r: -r.ours / r.bound)[:3]]:
         print(
             f"  {row.source + ' -> ' + row.target:32} XLA {row.xla / row.bound:6.2f}   planned {row.ours / row.bound:5.2f}"
         )
+
+
+def drawn(dims: int, axes: dict[str, int], count: int | None, *, alike: bool = False) -> list[tuple[str, str]]:
+    """Pairs of layouts: all, one of each kind, or so many of them by the seed 0."""
+    found = layouts(dims, axes)
+    if alike:
+        pairs = one_of_each_kind(list(itertools.permutations(found, 2)), axes)
+        return pairs if count is None or count >= len(pairs) else random.Random(0).sample(pairs, count)
+    most = len(found) * (len(found) - 1)
+    numbers = range(most) if count is None or count >= most else random.Random(0).sample(range(most), count)
+    places = (divmod(number, len(found) - 1) for number in numbers)
+    return [(found[i], found[j + (j >= i)]) for i, j in places]
+
+
+def free_axes(layout: str, axes: Iterable[str]) -> list[str]:
+    return [axis for axis in axes if f"/{axis}" not in layout]
+
+
+def rows_of(
+    pairs: list[tuple[str, str]], axes: dict[str, int], shape: tuple[int, ...], mesh: Any, *, summed: bool
+) -> list[Row]:
+    """The pairs, measured; with `summed` those whose source has an axis to add up along."""
+    dice, rows = random.Random(2), []
+    for source, target in pairs:
+        free = free_axes(source, axes) if summed else [""]
+        if free:
+            rows.append(measure(source, target, shape, mesh, dice.choice(free)))
+    return rows
+
+
+def table(count: int) -> list[Row]:
+    """A row for each mesh, without and with partial sums, as the pages have it. Returns the rows that are wrong."""
+    print(
+        "| mesh | sums | pairs | XLA / bound | planned / bound | planned / XLA, bytes | time | planned for it | worse |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
+    wrong: list[Row] = []
+    for sizes, summed in itertools.product(TABLE, (False, True)):
+        axes = dict(zip(AXES, sizes, strict=False))
+        mesh = spmd.make_mesh(**axes)
+        pairs = drawn(2, axes, 8 * count if summed else count)
+        pairs = [pair for pair in pairs if not summed or free_axes(pair[0], axes)][:count]
+        rows = rows_of(pairs, axes, LARGE[2], mesh, summed=summed)
+        moving = [row for row in rows if row.bound]
+        bound, ours, xla = (sum(getattr(row, name) for row in moving) for name in ("bound", "ours", "xla"))
+        mean = lambda name, some=moving: math.exp(
+            statistics.fmean(math.log(getattr(row, name) / row.xla_seconds) for row in some if row.xla_seconds)
+        )
+        wrong += (worse := [row for row in rows if is_worse(row) or row.ours != row.planned])
+        said = [" x ".join(map(str, sizes)), "yes" if summed else "no", str(len(rows))]
+        said += [f"{xla / bound:.2f}", f"{ours / bound:.3f}", f"{ours / xla:.2f}"]
+        said += [f"{mean(name):.2f}" for name in ("seconds", "fastest")]
+        print("|", " | ".join([*said, str(len(worse))]), "|", flush=True)
+    return wrong
 
 
 def is_worse(row: Row) -> bool:
@@ -232,29 +297,29 @@ def main() -> int:
     parser.add_argument("--alike", action="store_true", help="one of the pairs that differ in names and order only")
     parser.add_argument("--mesh", type=int, nargs="+", help="the sizes of other axes (2 2 2)")
     parser.add_argument("--sums", action="store_true", help="sources that are partial sums along an axis")
+    parser.add_argument(
+        "--table", action="store_true", help="a row for each of many meshes, 30 pairs of two dimensions"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--target", metavar="WHAT", help="devices that are not here: h100_sxm.txtpb, v5p:2x2x2")
     options = parser.parse_args()
     axes = dict(zip(AXES, options.mesh, strict=False)) if options.mesh else MESH
     shapes = DIVISIBLE if options.mesh else SHAPES
     count = math.prod(axes.values())
-    spmd.use_cpu_devices(count)
+    spmd.use_cpu_devices(max(map(math.prod, TABLE)) if options.table else count)
+    if options.table:
+        print(f"jax {jax.__version__}, cpu, {'x'.join(map(str, LARGE[2]))} float32, nothing is run")
+        for row in (wrong := table(options.pairs or 30)):
+            print(f"WRONG: {row}")
+        return 1 if wrong else 0
     mesh = spmd.make_mesh(devices=options.target and spmd.topology_devices(options.target, count), **axes)
     repeats, size = (5, 512) if options.quick else (15, 2048)
     print(f"jax {jax.__version__}, {options.target or 'cpu'}, mesh {', '.join(f'{a}={n}' for a, n in axes.items())}")
     report: dict[str, Any] = {"jax": jax.__version__}
-    wrong: list[Row] = []
+    wrong = []
     for dims in options.dims:
-        pairs = list(itertools.permutations(layouts(dims, axes), 2))
-        pairs = one_of_each_kind(pairs, axes) if options.alike else pairs
-        count = options.pairs or (60 if options.quick else len(pairs))
-        pairs = pairs if count >= len(pairs) else random.Random(0).sample(pairs, count)
-        dice = random.Random(2)
-        rows = []
-        for source, target in pairs:
-            free = [axis for axis in axes if f"/{axis}" not in source] if options.sums else [""]
-            if free:
-                rows.append(measure(source, target, shapes[dims], mesh, dice.choice(free)))
+        pairs = drawn(dims, axes, options.pairs or (60 if options.quick else None), alike=options.alike)
+        rows = rows_of(pairs, axes, shapes[dims], mesh, summed=options.sums)
         show(dims, rows, shapes[dims])
         report[f"{dims}-D"] = [asdict(row) for row in rows]
         wrong += [row for row in rows if is_worse(row) or row.ours != row.planned]

@@ -41,11 +41,22 @@ PICTURES = {
     "many_columns": ("a/x", (64,), {"x": 32, "y": 2}),
     "too_many": ("b/dp d/tp/pp", (256, 1024), {"dp": 128, "tp": 8, "pp": 16}),
 }
+BETWEEN = {
+    "two_meshes": ("a/x b -> a b/p", {"a": 8, "b": 12}, {"x": 4}, {"p": 2, "q": 3}),
+    "two_meshes_three_dimensions": ("a/x b c -> a b/p c", {"a": 8, "b": 4, "c": 2}, {"x": 2}, {"p": 2}),
+    "two_meshes_that_agree": ("a/x b -> a/p b", {"a": 8, "b": 12}, {"x": 2}, {"p": 2}),
+}
+
+
+def picture(name: str) -> spmd.inspect.Picture:
+    if name in BETWEEN:
+        pattern, sizes, mesh, to = BETWEEN[name]
+        return spmd.visualize(spmd.plan(pattern, sizes=sizes, mesh=mesh, to=to))
+    return spmd.visualize(*PICTURES[name])
 
 
 def drawn(name: str) -> str:
-    layout, shape, mesh = PICTURES[name]
-    return spmd.visualize(layout, shape, mesh).text(100)
+    return picture(name).text(100)
 
 
 golden = GOLDEN.read
@@ -54,22 +65,28 @@ golden = GOLDEN.read
 if written_anew():
 
     def test_write():
-        GOLDEN.write({name: drawn(name) for name in PICTURES})
+        GOLDEN.write({name: drawn(name) for name in (*PICTURES, *BETWEEN)})
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", (*PICTURES, *BETWEEN))
 def test_text(name):
     assert drawn(name) == golden()[name]
 
 
 def test_golden_has_no_more():
-    assert list(golden()) == list(PICTURES)
+    assert list(golden()) == [*PICTURES, *BETWEEN]
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", (*PICTURES, *BETWEEN))
 def test_svg_is_readable(name):
-    layout, shape, mesh = PICTURES[name]
-    assert faults_of_svg(spmd.visualize(layout, shape, mesh).svg) == []
+    assert faults_of_svg(picture(name).svg) == []
+
+
+def test_a_picture_of_two_meshes_has_the_devices_by_their_numbers():
+    devices = np.array(jax.devices())
+    mesh, to = Mesh(devices[[5, 3]], ("x",)), Mesh(devices[[3, 6]], ("p",))
+    text = spmd.visualize(spmd.plan("a/x b -> a b/p", a=4, b=4, mesh=mesh, to=to)).text(100)
+    assert sorted(devices_of_text(text)) == [3, 3, 5, 6] and "5 -> 3: 16 B" in text and "5, 3 -> 6: 16 B each" in text
 
 
 def test_faults_are_noticed():

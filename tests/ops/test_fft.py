@@ -117,6 +117,7 @@ def test_many_devices_exchange_in_the_form_that_few_do_not(pattern: str, monkeyp
 # --- communication -------------------------------------------------------------------------------------------
 
 SLAB, PENCIL = {"a": 8}, {"a": 2, "b": 4}
+CUBE = {"a": 2, "b": 2, "c": 2}
 FORMULAS = [
     # the number of all-to-alls, and the bytes in shards: (n - 1)/n each
     ("slab", SLAB, "x/a y z -> kx ky/a kz", 1, 7 / 8),
@@ -155,6 +156,28 @@ def test_a_natural_pencil_never_gathers_and_stays_within_two_exchanges_each_way(
     run = getattr(kernel("fft", "x/a y/b z -> kx/a ky/b kz", mesh), mode)
     both = spmd.inspect.collectives(lambda x: (y := run(x), jax.vjp(run, x)[1](y)), x, mesh=mesh)
     assert set(both.counts) == {"all_to_all"} and both.total_bytes <= 2 * 2 * (1 / 2 + 3 / 4) * x.nbytes / 8
+
+
+@pytest.mark.parametrize(
+    ("mesh", "pattern"),
+    share(
+        [
+            (PENCIL, "x/a y/b z -> kx ky/b/a kz"),
+            (PENCIL, "x/b y/a z -> x/a ky/b kz"),
+            (CUBE, "x/a y/b z/c -> kx/a ky/b kz/c"),
+        ]
+    ),
+)
+def test_auto_mode_sends_what_explicit_mode_sends(mesh, pattern: str) -> None:
+    """Also where several dimensions give axes away at once, and in the gradient."""
+    mesh = make_mesh(mesh)
+    x = spmd.shard(jnp.ones((16, 32, 24), jnp.complex64), pattern.split(" ->")[0], mesh=mesh)
+    run = kernel("fft", pattern, mesh)
+    sent = [
+        spmd.inspect.collectives(lambda x, one=one: (y := one(x), jax.vjp(one, x)[1](y)), x, mesh=mesh)
+        for one in (run, run.auto)
+    ]
+    assert sent[0].counts == sent[1].counts and sent[0].total_bytes == sent[1].total_bytes > 0
 
 
 def test_real_numbers_are_sent_as_half_of_complex_ones() -> None:

@@ -44,7 +44,7 @@ def draw(seed: int, kind: str, dims: int = 3) -> Job:
     numbers = {"complex": "", "first": "first", "last": "last"}[kind]
     given = 4 if kind == "first" else 8
     movable = frozenset(range(dims))
-    return Job(source, target, before, after, moved, half, numbers, movable, True, tuple(mesh.items()), given, 8)
+    return Job(source, target, before, after, moved, half, numbers, movable, tuple(mesh.items()), given, 8)
 
 
 def item(job: Job, left: frozenset) -> int:
@@ -163,19 +163,3 @@ def test_axes_of_one_device_divide_nothing():
     wide = dataclasses.replace(job, mesh=(*job.mesh, ("r", 1)), source=(("r", *job.source[0]), *job.source[1:]))
     assert wide.of_wide_axes() == dataclasses.replace(job, mesh=wide.mesh)
     assert job.of_wide_axes() is job
-
-
-def test_without_several_at_once_each_change_is_one_exchange():
-    """Auto mode: XLA gathers where several dimensions give axes away in one step."""
-    for seed in range(20):
-        job = dataclasses.replace(draw(seed, "complex"), together=False)
-        at = job.source
-        stages = route(job)
-        followed(job, stages)
-        for stage in stages[1:]:
-            if stage.to is not None and at != job.source:
-                assert sum(want[: len(have)] != have for have, want in zip(at, stage.to, strict=True)) <= 1, (
-                    job,
-                    stages,
-                )
-            at = stage.to or at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -70,7 +70,7 @@ def schedule(sizes: tuple[int, ...], axes: tuple[int, ...], source: Placement, t
     wants = [(q, cell) for q, mine in enumerate(want) for cell in mine if cell not in own[q][:kept]]
     most = len(want[0]) - kept
     senders = _senders(wants, have, most)
-    for matching in _matchings([(sender, q) for sender, (q, _) in zip(senders, wants, strict=True)], most):
+    for matching in matchings([(sender, q) for sender, (q, _) in zip(senders, wants, strict=True)]):
         rounds.append(_round([wants[i] for i in matching], [senders[i] for i in matching], have, want))
     return Rounds(tuple(size // n for size, n in zip(sizes, cells, strict=True)), tuple(rounds))
 
@@ -124,9 +124,10 @@ def _senders(wants: Wants, have: list[list[Cell]], most: int) -> list[int]:
     return chosen
 
 
-def _matchings(edges: list[tuple[int, int]], most: int) -> list[list[int]]:
-    """The edges from senders to receivers in `most` rounds, in none of them a device twice on one side: an edge
+def matchings(edges: list[tuple[int, int]]) -> list[list[int]]:
+    """The edges from senders to receivers in the fewest rounds, in none of them a device twice on one side: an edge
     colouring, two colours exchanged along a path where an edge finds none in common."""
+    most = max((n for side in zip(*edges, strict=True) for n in Counter(side).values()), default=0)
     at: dict[tuple[str, int], dict[int, int]] = {}
 
     def ends(edge: int) -> tuple[tuple[str, int], tuple[str, int]]:

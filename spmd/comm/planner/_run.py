@@ -283,7 +283,7 @@ def _ppermute(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     found = _rounds(permutation, leg, axes, on, x.shape)
     [one] = found.rounds
     if found.piece != x.shape:
-        x = lax.dynamic_slice(x, _corner(one.reads, found.piece, _number(axes, on)), found.piece)
+        x = lax.dynamic_slice(x, corner(one.reads, found.piece, _number(axes, on)), found.piece)
     return _sent(x, one.sender, axes, on)
 
 
@@ -297,10 +297,10 @@ def _sends(x: Any, leg: Leg, on: Mesh, copies: Copies) -> Any:
     x = _compat.pvary(x, on.wide(axes))
     out = _compat.pvary(jnp.zeros(shape, x.dtype), tuple(_compat.varying_axes(x)))
     for one in found.rounds:
-        piece = lax.dynamic_slice(x, _corner(one.reads, found.piece, me), found.piece)
+        piece = lax.dynamic_slice(x, corner(one.reads, found.piece, me), found.piece)
         if (one.sender != np.arange(len(one.sender))).any():
             piece = _sent(piece, one.sender, axes, on)
-        out = lax.dynamic_update_slice(out, piece, _corner(one.writes, found.piece, me))
+        out = lax.dynamic_update_slice(out, piece, corner(one.writes, found.piece, me))
     return out
 
 
@@ -338,7 +338,7 @@ def _sent(x: Any, sender: np.ndarray, axes: Axes, on: Mesh) -> Any:
     return _lax.ppermute(x, wide, sizes, [(int(s), r) for r, s in enumerate(sender)])
 
 
-def _corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
+def corner(places: np.ndarray, piece: tuple[int, ...], me: Any) -> list[Any]:
     """Return where this device's piece starts."""
     starts = places * np.array(piece, np.int32)
     return [jnp.asarray(column)[me] if column.any() else np.int32(0) for column in starts.T]
