@@ -41,7 +41,7 @@ BUDGET = {
     "kernels": 2046,
     "language": 1543,
     "nn": 1007,
-    "ops": 4298,
+    "ops": 4100,
     "parallel": 2595,
     "porting": 908,
     "propagation": 2034,

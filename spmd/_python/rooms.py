@@ -127,7 +127,7 @@ def _public(room: str) -> Iterator[tuple[str, str]]:
 
 def _of_jax(name: str) -> str:
     """Return how JAX's own function of that name is called."""
-    for module, short in (("jax.numpy", "jnp"), ("jax.nn", "jax.nn")):
+    for module, short in (("jax.numpy", "jnp"), ("jax.nn", "jax.nn"), ("jax.numpy.linalg", "jnp.linalg")):
         if hasattr(import_module(module), name):
             return f"{short}.{name}"
     return ""
