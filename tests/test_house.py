@@ -27,7 +27,7 @@ CODE = ("spmd/", "tests/", "examples/")
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
     ".": 2203,
-    "_cli": 468,
+    "_cli": 385,
     "_jaxprs": 912,
     "_processes": 295,
     "_python": 227,
