@@ -118,10 +118,6 @@ class Explanation(Report):
         """Return the collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
         return grouped(self.collectives, lambda one: axes_text(one.axes))
 
-    def by_phase(self) -> dict[str, tuple[Communication, ...]]:
-        """Return the written collectives by phase: `"forward"`, `"backward"`."""
-        return grouped((one for one in self.collectives if one.written), lambda one: one.phase)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         names = "name mesh platform counts total_bytes exact collectives written compiled memory time plan missing"
