@@ -191,7 +191,7 @@ def run_port(options: Any) -> int:
 
 
 def _planned(fn: Any, args: Sequence[Any], layouts: str | None) -> Propagation | None:
-    """The compiler's plan of a program without kernels; None of one without a mesh, which nobody divides."""
+    """The compiler's plan of a program without kernels; None if no mesh divides the program."""
     try:
         return propagate(fn, *args, layouts=layouts)
     except MeshError:

@@ -257,7 +257,7 @@ class PipelineSchedule:
         grid = Grid(
             rows=tuple(f"stage {stage}" for stage in stages),
             columns=tuple(map(str, ticks)),
-            cells=tuple(tuple(Cell((self._shown(tick, stage),)) for tick in ticks) for stage in stages),
+            cells=tuple(tuple(Cell((self._cell_text(tick, stage),)) for tick in ticks) for stage in stages),
             row_label="tick",
             framed=False,
         )
@@ -269,7 +269,7 @@ class PipelineSchedule:
 
     __repr__ = __str__
 
-    def _shown(self, tick: int, stage: int) -> str:
+    def _cell_text(self, tick: int, stage: int) -> str:
         done = self.work(tick, stage)
         if done is None:
             return "."
@@ -295,9 +295,9 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: O
     wait for their neighbours in each tick. Stage s keeps 2 (p - s) - 1 micro-batches. With v rounds, "1f1b" is eager,
     too, and the first stage keeps at most (v+1) p - 1 inputs, each of a v-th of its layers.
 
-    With the order "zb-h1" the backward step is cut into the gradient of the input (B) and those of the weights (W), for
-    which nobody waits. They fill gaps: the bubble is (p-1)/(3 m) of the working time. Each stage keeps at most p
-    micro-batches.
+    With the order "zb-h1" the backward step is cut into the gradient of the input (B) and those of the weights (W). No
+    stage waits for the gradients of the weights, so they fill gaps: the bubble is (p-1)/(3 m) of the working time. Each
+    stage keeps at most p micro-batches.
 
     Args:
       stages: Devices along the pipeline.
@@ -408,10 +408,10 @@ class Ticks(NamedTuple):
             if (work := schedule.work(tick, stage)) is not None
         }
         found = [[Tick() for _ in range(stages)] for _ in range(schedule.ticks)]
-        inputs = _places(_coming(when, schedule, "F", "F" if cut else "B"))
-        cotangents = _places(_coming(when, schedule, "B", "B"))
-        kept = _places(_own(when, "F", "W")) if cut else _Places({}, 0)
-        delayed = _places(_own(when, "B", "W")) if cut else _Places({}, 0)
+        inputs = _places(_stays_of_inputs(when, schedule, "F", "F" if cut else "B"))
+        cotangents = _places(_stays_of_inputs(when, schedule, "B", "B"))
+        kept = _places(_stays_on_device(when, "F", "W")) if cut else _Places({}, 0)
+        delayed = _places(_stays_on_device(when, "B", "W")) if cut else _Places({}, 0)
         for (work, stage), tick in when.items():
             of = lambda places, part, step=(work, stage): places.of.get((step[0]._replace(part=part), step[1]), -1)
             found[tick][stage] = found[tick][stage]._replace(
@@ -452,7 +452,7 @@ class _Stay(NamedTuple):
     until: int
 
 
-def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until: str) -> Iterable[_Stay]:
+def _stays_of_inputs(when: dict[Step, int], schedule: PipelineSchedule, part: str, until: str) -> Iterable[_Stay]:
     """Return what a step of this part needs from the step before it."""
     cut = schedule.order == "zb-h1"
     for (work, stage), tick in when.items():
@@ -461,7 +461,7 @@ def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until:
             yield _Stay(when[source], (work, stage), when.get((work._replace(part=until), stage), tick))
 
 
-def _own(when: dict[Step, int], part: str, until: str) -> Iterable[_Stay]:
+def _stays_on_device(when: dict[Step, int], part: str, until: str) -> Iterable[_Stay]:
     """Return what a step leaves to a later one of the same device."""
     for (work, stage), tick in when.items():
         if work.part == part:

@@ -80,8 +80,8 @@ def assert_collectives(
     if bytes is not None and (fault := not_int("bytes, what one device may send,", bytes, 0)):
         raise SpmdError(fault, call="assert_collectives(...)", advice="as in bytes=768")
     found = _explained("assert_collectives", fn, args, mesh, view)
-    wanted = _wanted(expected, found)
-    got = _counted(found, view)
+    wanted = _expected_times(expected, found)
+    got = _times_and_bytes(found, view)
     together = {kind for kind, axes in wanted if axes == "*"}
     for (kind, axes), (times, sent) in list(got.items()):
         if kind in together:
@@ -132,7 +132,7 @@ def _explained(call: str, fn: Any, args: Any, mesh: Any, view: str) -> Explanati
     return found
 
 
-def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation) -> dict[Key, int]:
+def _expected_times(expected: Mapping[str, Mapping[str, int] | int], found: Explanation) -> dict[Key, int]:
     """Times by kind and axes, the axes in mesh order; `*` for all of them together."""
     wanted: dict[Key, int] = {}
     if not isinstance(expected, Mapping):
@@ -163,7 +163,7 @@ def _malformed(expected: Any) -> NoReturn:
     raise SpmdError(rule, call="assert_collectives(...)", got=[repr(expected)], advice=advice)
 
 
-def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
+def _times_and_bytes(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
     """Times and bytes by kind and axes."""
     seen = {"compiled": found.compiled, "planned": found.plan and found.plan.moves}
     items: Iterable[Any] = seen.get(view, found.written and found.written.collectives) or ()
@@ -236,7 +236,7 @@ def assert_no_unwritten_collectives(
     loose = [one for one in found.unwritten if one.total_bytes > above]
     if not loose:
         return
-    said, runs = _counted(found, "written"), _counted(found, "compiled")
+    said, runs = _times_and_bytes(found, "written"), _times_and_bytes(found, "compiled")
     marked = {(one.kind, "/".join(one.axes)) for one in loose}
     rows = []
     for key in sorted({*said, *runs}):
