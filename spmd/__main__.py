@@ -1,4 +1,4 @@
-"""`python -m spmd`: plan, draw, explain, check, port, search, launch; and what the machine and the checker are."""
+"""`python -m spmd`: plan, draw, explain, check, port, search, launch, and print the rules of the checker."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ _EXAMPLES = """examples:
   python -m spmd check loss.py:loss --layouts "b/dp d, d f/tp" --mesh dp=2,tp=4 --size b=4,d=32,f=64 --source
   python -m spmd port layers.py:build --mesh dp=2,tp=4
   python -m spmd search step.py:build --devices 512 --axes dp,tp --hardware h100 --top 3
-  python -m spmd info
   python -m spmd rules
   python -m spmd launch -n 2 --devices 4 train.py --steps 100
 """
@@ -38,8 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_called(),
         description="Plan the cheapest change of layout, draw which device holds what, explain or check a program,\n"
-        "rewrite one as kernels, search the mesh that suits it, show versions and devices, print the rules of the\n"
-        "checker, or start a program as several processes.",
+        "rewrite one as kernels, search the mesh that suits it, print the rules of the checker, or start a program as\n"
+        "several processes.",
         epilog=_EXAMPLES.replace("python -m spmd", _called()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -75,15 +74,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_programs(commands)
     _add_port(commands)
     _add_search(commands)
-    info = _command(
-        commands,
-        "info",
-        "versions, devices, meshes that fit",
-        "Versions, devices, meshes that fit them. Exits with 1 if something needed is missing or\ntoo old.",
-    )
-    info.add_argument("--extras", action="store_true", help="the packages of the extras too")
-    info.add_argument("--json", action="store_true", help="print JSON")
-
     rules = _command(
         commands,
         "rules",
@@ -231,7 +221,6 @@ def _run(options: argparse.Namespace) -> int:
     from spmd._cli.commands import (
         run_check,
         run_explain,
-        run_info,
         run_launch,
         run_plan,
         run_port,
@@ -247,7 +236,6 @@ def _run(options: argparse.Namespace) -> int:
         "check": run_check,
         "port": run_port,
         "search": run_search,
-        "info": run_info,
         "rules": run_rules,
         "launch": run_launch,
     }

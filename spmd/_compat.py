@@ -384,7 +384,7 @@ def made_manual(eqn: Any) -> dict[str, int]:
 
 
 def in_order(arrays: Sequence[Any]) -> list[Any]:
-    """The same arrays, none of which is there before all are.
+    """The same arrays behind an optimization barrier: all are computed before any of them is used.
 
     JAX 0.10 types the results of a barrier as differing along all axes of any of them, and its compiler for CPUs leaves
     barriers out. Where a type would change, the arrays are given back as they are.

@@ -168,7 +168,7 @@ def test_the_card_has_every_verb_layer_and_command(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = re.findall(r"^    (\w+)  +\w", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 9
+    assert len(commands) == 8
     table = CARD.partition("## Commands")[2].partition("##")[0]
     assert [command for command in commands if not on_the_card(command, table)] == []
 

@@ -285,6 +285,17 @@ def summa() -> Program:
 
 
 @example
+def gaussian_process() -> Program:
+    example = module("gaussian_process")
+
+    def build(mesh: Any) -> Callable[..., Any]:
+        return spmd.kernel(example.GRID, mesh=mesh)(example.likelihood)
+
+    t = np.linspace(0, 4, 16, dtype=np.float32)
+    return build, (t, np.sin(3 * t), np.float32(0.7)), {"mesh": spmd.make_mesh(a=4), "rtol": 1e-3}
+
+
+@example
 def waves() -> Program:
     example = module("waves")
 

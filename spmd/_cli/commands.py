@@ -5,24 +5,17 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from spmd._cli.programs import builder, check_names, loaded, maker, program, shown_if_slow
-from spmd._compat import installed
-from spmd._jaxprs import errors as jax_errors
-from spmd._processes.environment import forgotten
 from spmd._text import Table
 from spmd.accelerators import PRESETS, topology_devices
 from spmd.checker import rules
-from spmd.cluster import initialize
 from spmd.cluster._launch import COORDINATOR_PORT, Launch, checked_command, free_port, launch, per_host
 from spmd.comm._planned import PREFER
 from spmd.comm.plans import plan
@@ -32,14 +25,13 @@ from spmd.inspect._check import check
 from spmd.inspect._explanation import explain
 from spmd.inspect._picture import visualize
 from spmd.language import Layout, Pattern
-from spmd.mesh import crossing, crossing_text, make_mesh, use_cpu_devices
+from spmd.mesh import make_mesh, use_cpu_devices
 from spmd.porting import port
 from spmd.propagation import Propagation, propagate
 from spmd.searcher._search import search
 
 _SHORT = re.compile(r"(bf|f|i|s|u)(\d+)")
 _KINDS = {"bf": "bfloat", "f": "float", "i": "int", "s": "int", "u": "uint"}
-_NODE = 8  # devices that usually share the fastest links
 
 
 def named_numbers(flag: str, texts: Iterable[str]) -> dict[str, int]:
@@ -114,19 +106,6 @@ def run_show(options: Any) -> int:
     else:
         _show(picture)
     return 0
-
-
-def run_info(options: Any) -> int:
-    """`info`: versions, devices and meshes that fit them. It returns 1 if a package is missing or too old.
-
-    Started in several processes, it joins them, and process 0 prints.
-    """
-    if forgotten() is not None:
-        initialize()
-    found = {"python": platform.python_version(), **_packages(), **_devices()}
-    if found["devices"] is None or jax.process_index() == 0:
-        _print(_json(found) if options.json else "\n".join(_info_lines(found, options.extras)))
-    return 0 if all(entry["ok"] for entry in found["needed"]) else 1
 
 
 def run_rules(options: Any) -> int:
@@ -212,7 +191,7 @@ def run_port(options: Any) -> int:
 
 
 def _planned(fn: Any, args: Sequence[Any], layouts: str | None) -> Propagation | None:
-    """The compiler's plan of a program without kernels; None of one without a mesh, which nobody divides."""
+    """The compiler's plan of a program without kernels; None if no mesh divides the program."""
     try:
         return propagate(fn, *args, layouts=layouts)
     except MeshError:
@@ -339,96 +318,3 @@ def _print(text: str) -> None:
         text = text.translate({ord(char): plain for char, plain in zip("─│┌┬┐├┼┤└┴┘", "-|+++++++++", strict=True)})
         text = text.encode(encoding, "replace").decode(encoding)
     print(text)
-
-
-# --- info ----------------------------------------------------------------------------------------------------
-
-
-def _packages() -> dict[str, Any]:
-    """The packages that `spmd` needs or can use, with the versions that are installed."""
-    try:
-        about = metadata.metadata("spmd")
-    except metadata.PackageNotFoundError:
-        return {"spmd": None, "needed": [], "optional": []}
-    needed = [_entry("python", about["Requires-Python"] or "", platform.python_version())]
-    optional: dict[str, dict[str, Any]] = {}
-    for line in about.get_all("Requires-Dist") or []:
-        text, _, marker = line.partition(";")
-        name, wanted = _requirement(text)
-        entry = _entry(name, wanted, installed(name))
-        if marker:
-            extra = re.search(r"extra\s*==\s*['\"]([\w-]+)", marker)
-            optional.setdefault(name, {**entry, "extras": []})["extras"].append(extra[1] if extra else marker.strip())
-        else:
-            needed.append(entry)
-    return {"spmd": about["Version"], "needed": needed, "optional": list(optional.values())}
-
-
-def _requirement(text: str) -> tuple[str, str]:
-    """The name and the wanted version of a requirement such as `jax>=0.10`."""
-    found = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*\(?([^)]*)", text)
-    return (found[1], found[2].strip()) if found else (text.strip(), "")
-
-
-def _entry(name: str, wanted: str, have: str | None) -> dict[str, Any]:
-    least = re.search(r">=\s*([0-9.]+)", wanted)
-    ok = have is not None and (least is None or _numbers(have) >= _numbers(least[1]))
-    return {"name": name, "version": have, "wanted": wanted, "ok": ok}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    found = re.match(r"[0-9.]+", version)
-    return tuple(int(part) for part in found[0].split(".") if part) if found else ()
-
-
-def _devices() -> dict[str, Any]:
-    try:
-        devices = jax.devices()
-    except RuntimeError as error:  # a platform was asked for and does not start
-        return {"devices": None, "why": jax_errors.first_line(error), "processes": 1, "meshes": []}
-    kinds = sorted({f"{one.platform} ({one.device_kind})" for one in devices})
-    meshes: list[tuple[dict[str, Any], str]] = [*suggestions(len(devices), min(_NODE, jax.local_device_count()))]
-    return {
-        "devices": {"count": len(devices), "local": jax.local_device_count(), "kinds": kinds},
-        "processes": jax.process_count(),
-        "meshes": [{"axes": axes, "use": use, "crossing": crossing(make_mesh(**axes))} for axes, use in meshes],
-    }
-
-
-def suggestions(count: int, node: int) -> list[tuple[dict[str, int], str]]:
-    """Meshes of `count` devices. The last axis lies inside a node, and sends most.
-
-    >>> suggestions(16, 8)[1]
-    ({'dp': 2, 'tp': 8}, 'tensor parallel among neighbours, data parallel or FSDP across')
-    """
-    found: list[tuple[dict[str, int], str]] = [({"dp": count}, "data parallel or FSDP")]
-    inner = max(n for n in range(1, max(node, 1) + 1) if count % n == 0 and (n < count or n < 4))
-    if inner > 1:
-        axes = {"dp": count // inner, "tp": inner} if inner < count else {"tp": count}
-        across = ", data parallel or FSDP across" if inner < count else ""
-        found.append((axes, f"tensor parallel among neighbours{across}"))
-    small = math.gcd(inner, 2)
-    if count % (4 * small) == 0 and small > 1:
-        axes = {"dp": count // (2 * small), "cp": 2, "tp": small}
-        found.append((axes, "long sequences: context parallel beside tensor parallel"))
-    return found
-
-
-def _info_lines(found: dict[str, Any], extras: bool) -> list[str]:
-    lines = [f"spmd {found['spmd']}" if found["spmd"] else "spmd is not installed, so what it needs is not known"]
-    told = [(one, f"{'needs' if one['ok'] else 'NEEDS'} {one['wanted'] or 'any version'}") for one in found["needed"]]
-    told += [(one, f"optional: {', '.join(one['extras'])}") for one in found["optional"] if extras]
-    rows = [(one["name"], one["version"] or "missing", text) for one, text in told]
-    lines += [Table(rows, indent=2).text()] if rows else []
-    devices = found["devices"]
-    if devices is None:
-        return [*lines, f"no devices: {found['why']}"]
-    processes = f" in {found['processes']} processes" if found["processes"] > 1 else ""
-    lines.append(f"devices: {devices['count']} x {', '.join(devices['kinds'])}{processes}")
-    if devices["count"] == 1:
-        lines.append("  for eight virtual ones: spmd.use_cpu_devices(8) at the top of a program")
-    lines.append("meshes that fit:")
-    calls = [f"spmd.make_mesh({', '.join(f'{a}={n}' for a, n in one['axes'].items())})" for one in found["meshes"]]
-    across = [f"; {crossing_text(axes)}" if (axes := one["crossing"]) else "" for one in found["meshes"]]
-    uses = [one["use"] + more for one, more in zip(found["meshes"], across, strict=True)]
-    return [*lines, Table(list(zip(calls, uses, strict=True)), indent=2).text()]

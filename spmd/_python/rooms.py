@@ -1,4 +1,4 @@
-"""The doors of rooms: what `dir` shows, and what a name that is not there is told.
+"""The doors of rooms: what `dir` shows, and what the error for an unknown name says.
 
 It is loaded with the package, so it imports nothing that takes time.
 """
@@ -93,11 +93,12 @@ def no_such_name(room: str, name: str) -> NoReturn:
     Raises:
       AttributeError: Always. It has no object, so that Python adds no guess of its own.
     """
-    told = "" if name.startswith("_") else _told(room, name)
-    raise AttributeError(f"module {room!r} has no attribute {name!r}{told}", name=name)
+    hint = "" if name.startswith("_") else _hint_for(room, name)
+    raise AttributeError(f"module {room!r} has no attribute {name!r}{hint}", name=name)
 
 
-def _told(room: str, name: str) -> str:
+def _hint_for(room: str, name: str) -> str:
+    """Return what follows in the error for an unknown name: what to write, the name that it resembles, or nothing."""
     if name in ELSEWHERE:
         return f": write {ELSEWHERE[name]}"
     known = dict(_public(room))
@@ -127,7 +128,7 @@ def _public(room: str) -> Iterator[tuple[str, str]]:
 
 def _of_jax(name: str) -> str:
     """Return how JAX's own function of that name is called."""
-    for module, short in (("jax.numpy", "jnp"), ("jax.nn", "jax.nn")):
+    for module, short in (("jax.numpy", "jnp"), ("jax.nn", "jax.nn"), ("jax.numpy.linalg", "jnp.linalg")):
         if hasattr(import_module(module), name):
             return f"{short}.{name}"
     return ""

@@ -796,7 +796,7 @@ def _filled(arrays: Sequence[Any], seed: int, bold: bool, kept: str) -> list[Any
 
 
 def _has_numbers(x: Any) -> bool:
-    """Return whether this process knows what is in an array. Of a partial sum each device has a term, and nobody it."""
+    """Return whether this process knows what is in an array. No process holds the whole of a partial sum."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
     return getattr(x, "is_fully_addressable", True) and not getattr(_typed_spec(x), "unreduced", ())

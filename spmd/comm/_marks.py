@@ -61,7 +61,7 @@ def tag(x: Any, layout: Layout, origin: str, name: str | None = None) -> Any:
 
 
 def known_as(old: Any, new: Any) -> Any:
-    """`new`, of which is known what is known of `old`."""
+    """Copy what is known of `old` to `new`, and return `new`."""
     known = tag_of(old)
     return new if known is None else tag(new, known.layout, known.origin, known.name)
 

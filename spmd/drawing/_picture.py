@@ -28,7 +28,7 @@ class Cell:
       colour: The number of its colour. None: it holds nothing.
       index: The block that it stands for, as a reader names it.
       devices: The devices that hold it; empty in a summary.
-      tip: More, for whoever points at it.
+      tip: The text that an SVG shows where the mouse points at the cell.
     """
 
     lines: tuple[str, ...] = ()
@@ -315,7 +315,7 @@ def caption(title: str, about: Sequence[str]) -> Box:
     return below([*head, *(paragraph(words, fill=FAINT) for words in about if words)], 1)
 
 
-def moved(box: Box, x: float, y: float) -> str:
+def translated(box: Box, x: float, y: float) -> str:
     return element("g", box.body, transform=f"translate({_value(x)} {_value(y)})") if x or y else box.body
 
 
@@ -323,7 +323,7 @@ def beside(boxes: Sequence[Box], gap: float = 28) -> Box:
     """Boxes from left to right, their tops level."""
     bodies, x = [], 0.0
     for box in boxes:
-        bodies.append(moved(box, x, 0))
+        bodies.append(translated(box, x, 0))
         x += box.width + gap
     return Box(max(0.0, x - gap), max((box.height for box in boxes), default=0.0), "".join(bodies))
 
@@ -332,7 +332,7 @@ def below(boxes: Sequence[Box], gap: float = 14) -> Box:
     """Boxes from top to bottom."""
     bodies, y = [], 0.0
     for box in boxes:
-        bodies.append(moved(box, 0, y))
+        bodies.append(translated(box, 0, y))
         y += box.height + gap
     return Box(max((box.width for box in boxes), default=0.0), max(0.0, y - gap), "".join(bodies))
 
@@ -353,7 +353,7 @@ def card(box: Box, title: str) -> str:
     edge = 16
     width, height = box.width + 2 * edge, box.height + 2 * edge
     ground = element("rect", x=0.5, y=0.5, width=width - 1, height=height - 1, rx=8, fill=CARD, stroke=RIM)
-    content = element("title", escaped(title)) + ground + moved(box, edge, edge)
+    content = element("title", escaped(title)) + ground + translated(box, edge, edge)
     return element(
         "svg",
         content,

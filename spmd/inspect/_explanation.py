@@ -118,10 +118,6 @@ class Explanation(Report):
         """Return the collectives by mesh axes, keyed as a layout writes them: `"tp"`, `"dp/tp"`."""
         return grouped(self.collectives, lambda one: axes_text(one.axes))
 
-    def by_phase(self) -> dict[str, tuple[Communication, ...]]:
-        """Return the written collectives by phase: `"forward"`, `"backward"`."""
-        return grouped((one for one in self.collectives if one.written), lambda one: one.phase)
-
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
         names = "name mesh platform counts total_bytes exact collectives written compiled memory time plan missing"
@@ -142,7 +138,7 @@ class Explanation(Report):
         return f"Explanation({self.name}: {counts}, unwritten={len(self.unwritten)}, total_bytes={self.total_bytes})"
 
     def _repr_html_(self) -> str:
-        shown = [table for table in (_sent(self), _costs(self)) if table.rows]
+        shown = [table for table in (_sent_table(self), _costs(self)) if table.rows]
         return html_page(_heading(self), shown, empty="" if self.collectives else "no collectives")
 
     def _lines(self, width: int) -> list[Line]:
@@ -151,7 +147,7 @@ class Explanation(Report):
         heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(self), width)]
         empty: list[Line] = [] if self.collectives else [[("no collectives", "")]]
         planned = [] if self.plan is None or self.left else self.plan.cost_lines(width)
-        return [*heading, [("", "")], *planned, *empty, *_sent(self).lines(width), *_costs(self).lines(width)]
+        return [*heading, [("", "")], *planned, *empty, *_sent_table(self).lines(width), *_costs(self).lines(width)]
 
 
 def _heading(it: Explanation) -> str:
@@ -167,7 +163,7 @@ def _heading(it: Explanation) -> str:
 # -------------------- what is sent
 
 
-def _sent(it: Explanation) -> Table:
+def _sent_table(it: Explanation) -> Table:
     """The collectives by phase and by axis, and what is moved around kernels."""
     written = [one for one in it.collectives if one.written]
     rows: list[Row] = []
@@ -179,7 +175,7 @@ def _sent(it: Explanation) -> Table:
         ones = [*_rows(it, it.unwritten, "loud" if nobody else ""), _sum(it, it.unwritten)]
         rows += _section(title, ones, "title" if it.written is None else "loud title")
     elif it.compiled is not None and written:
-        rows += _section("nobody wrote", _said(["nothing: every compiled collective belongs to a written one"]))
+        rows += _section("nobody wrote", _text_rows(["nothing: every compiled collective belongs to a written one"]))
     if len(by_axis := it.by_axis()) > 1 or it.unwritten or it.between_processes:
         most = sorted(by_axis.items(), key=lambda part: -sum(one.total_bytes for one in part[1]))
         sums = [*(_sum(it, ones, axes, "") for axes, ones in most), _sum(it, it.collectives)]
@@ -187,7 +183,7 @@ def _sent(it: Explanation) -> Table:
         rows += _section("by axis", sums)
     hinted = (Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints)
     rows += _section("sums that may wait", hinted)
-    rows += _section("left to the compiler", _said(left_text(it.left)))
+    rows += _section("left to the compiler", _text_rows(left_text(it.left)))
     rows += [] if it.written is None else _around(it.written, it.compiled is not None, it.plan is not None)
     return Table(rows, _HEAD, right=(2, 3, 4), below=(5, 6), indent=2)
 
@@ -198,18 +194,18 @@ def _section(title: str, rows: Iterable[Row], style: str = "title") -> list[Row]
     return found[1:] and found
 
 
-def _said(lines: Iterable[str]) -> list[Row]:
+def _text_rows(lines: Iterable[str]) -> list[Row]:
     return [Row((line,)) for line in dict.fromkeys(lines)]
 
 
 def _rows(it: Explanation, ones: Iterable[Communication], style: str = "") -> list[Row]:
     """A verb on a pytree, or the same line in each layer, is one row."""
 
-    def same(one: Communication) -> Any:
+    def row_key(one: Communication) -> Any:
         key = one.kind, one.axes, one.text, one.where, one.written, one.implicit, one.recomputed, one.branch
         return *key, one.note
 
-    return [_row(it, alike, style) for alike in grouped(ones, same).values()]
+    return [_row(it, alike, style) for alike in grouped(ones, row_key).values()]
 
 
 def _row(it: Explanation, ones: Sequence[Communication], style: str) -> Row:
@@ -238,7 +234,7 @@ def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
     compiler."""
     boundary = [one for one in written.boundary if not (planned and one.text.startswith("reshard:"))]  # the plan has it
     known = [one for one in boundary if one.source is not None]
-    moved = list(map(_moved, known))
+    moved = list(map(_boundary_text, known))
     if blank := len(boundary) - len(known):
         plural = "s that say" if blank > 1 else " that says"
         moved.append(f"{blank} argument{plural} no sharding: taken to lie as the kernel wants")
@@ -246,14 +242,14 @@ def _around(written: Written, compiled: bool, planned: bool) -> list[Row]:
     meant = (f"{one.where}  {one.why}{' (here on whole arrays)' * one.whole}" for one in written.per_shard)
     asked = (f"{one.where}  {one.text}" for one in written.constraints if not compiled)
     return [
-        *_section("moved to enter a kernel", _said(moved if known or not compiled else ())),
-        *_section("islands", _said(islands)),
-        *_section("meant per shard", _said(meant)),
-        *_section("layouts asked of the compiler", _said(asked)),
+        *_section("moved to enter a kernel", _text_rows(moved if known or not compiled else ())),
+        *_section("islands", _text_rows(islands)),
+        *_section("meant per shard", _text_rows(meant)),
+        *_section("layouts asked of the compiler", _text_rows(asked)),
     ]
 
 
-def _moved(one: Boundary) -> str:
+def _boundary_text(one: Boundary) -> str:
     sent = ", nothing is sent" if one.bytes == 0 else f", {bytes_text(one.bytes * one.count)}" if one.bytes else ""
     return "  ".join(filter(None, (one.where, moved_text(one)))) + sent + (one.note and f"; {one.note}")
 
@@ -268,7 +264,7 @@ def _costs(it: Explanation) -> Table:
     if it.time is not None and it.hardware is not None and it.written is not None:
         rows += _section(f"time on {it.time.hardware}", _time_rows(it.time, it.hardware, it.written))
     rows += _section("meanwhile", [] if it.written is None else _window_rows(it.written, it.hardware))
-    rows += _section("not known", _said([*it.missing, *([] if it.exact else [_LOOSE])]))
+    rows += _section("not known", _text_rows([*it.missing, *([] if it.exact else [_LOOSE])]))
     return Table(rows, right=(1,), below=(2,), indent=2)
 
 

@@ -469,11 +469,6 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         """The names that have a rule, in order."""
         return tuple(self._rules)
 
-    @property
-    def mesh_axes(self) -> tuple[str, ...]:
-        """The mesh axes of all rules, in order of appearance."""
-        return tuple(dict.fromkeys(axis for axes in self._rules.values() for axis in axes))
-
     def merge(self, other: AxisMapping | Mapping[str, Axes] | None) -> AxisMapping:
         """Return this mapping with the rules of another added. Where both have a rule, the other's holds.
 
@@ -481,21 +476,6 @@ class AxisMapping(Value, Mapping[str, tuple[str, ...]]):
         AxisMapping({'mlp': None, 'batch': 'dp'})
         """
         return AxisMapping({**self._rules, **AxisMapping.of(other)._rules})
-
-    def only(self, *names: str) -> AxisMapping:
-        """Return the mapping with the rules of these names only.
-
-        Raises:
-          LayoutError: If a name has no rule.
-
-        >>> AxisMapping({"batch": "dp", "mlp": "tp"}).only("mlp")
-        AxisMapping({'mlp': 'tp'})
-        """
-        for name in names:
-            if name not in self._rules:
-                hint = did_you_mean(name, self._rules) or "."
-                raise LayoutError(f"The mapping has no rule for '{name}'{hint}", call=repr(self))
-        return AxisMapping({name: self._rules[name] for name in names})
 
     def check(self, mesh_axis_names: Iterable[str]) -> None:
         """Check that the mesh has all axes of the rules.

@@ -1,18 +1,18 @@
-"""The schedule of a pipeline as a table, a picture and numbers: which stage works on which micro-batch in each tick."""
+"""The schedule of a pipeline as a table and numbers: which stage works on which micro-batch in each tick."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from spmd import scope
-from spmd._text import Line
+from spmd._text import plain, shown_width
 from spmd._trees.leaves import not_int
-from spmd.drawing._picture import FILLS, Cell, Grid, Picture, below, caption, card, grid_box, grid_lines, sentences
+from spmd.drawing._picture import Cell, Grid, grid_lines, sentences
 from spmd.errors import SizeError, check_one_of
 
 # --- timetables of forward and backward steps in turn: 1F1B, for one stage on each device or several, and ZB-H1 -------
@@ -168,7 +168,7 @@ class PipelineSchedule:
 
     Printed, it has a row for each stage and a column for each tick, with the number of the micro-batch. If there are
     several rounds, the round follows after a dot. If there are two passes, F or B stands before the number, or W for
-    the gradients of weights apart. A dot alone means that the stage is idle. A notebook shows it as SVG.
+    the gradients of weights apart. A dot alone means that the stage is idle.
 
     Attributes:
       stages: Devices along the pipeline.
@@ -249,62 +249,32 @@ class PipelineSchedule:
         Args:
           width: Columns.
         """
-        return self._picture.text(width)
+        rounds = f", {self.repeats} rounds" if self.repeats > 1 else ""
+        order = f", {self.order}" if self.order != "forward" else ""
+        title = f"{self.stages} stages, {self.microbatches} micro-batches{rounds}{order}"
+        about = f"{self.ticks} ticks, {self.busy} of them at work, bubble {self.bubble:.3g}"
+        stages, ticks = range(self.stages), range(self.ticks)
+        grid = Grid(
+            rows=tuple(f"stage {stage}" for stage in stages),
+            columns=tuple(map(str, ticks)),
+            cells=tuple(tuple(Cell((self._cell_text(tick, stage),)) for tick in ticks) for stage in stages),
+            row_label="tick",
+            framed=False,
+        )
+        columns = shown_width(width)
+        return plain([*sentences([f"{title}: {about}"], columns), *grid_lines([[grid]], columns)])
 
     def __str__(self) -> str:
         return self.text()
 
-    @property
-    def svg(self) -> str:
-        """The table as a drawing: a colour for each round."""
-        return self._picture.svg
+    __repr__ = __str__
 
-    def _repr_svg_(self) -> str:
-        return self.svg
-
-    @property
-    def _picture(self) -> Picture:
-        return Picture(_Drawn(self))
-
-
-class _Drawn:
-    """A schedule as a picture: a row for each stage, a column for each tick."""
-
-    def __init__(self, schedule: PipelineSchedule) -> None:
-        rounds = f", {schedule.repeats} rounds" if schedule.repeats > 1 else ""
-        order = f", {schedule.order}" if schedule.order != "forward" else ""
-        self.title = f"{schedule.stages} stages, {schedule.microbatches} micro-batches{rounds}{order}"
-        self._about = f"{schedule.ticks} ticks, {schedule.busy} of them at work, bubble {schedule.bubble:.3g}"
-        self._schedule = schedule
-
-    def lines(self, width: int) -> list[Line]:
-        return [*sentences([f"{self.title}: {self._about}"], width), *grid_lines([[self._grid]], width)]
-
-    def svg(self) -> str:
-        return card(below([caption(self.title, [self._about]), grid_box([[self._grid]])]), self.title)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self._schedule)
-
-    @property
-    def _grid(self) -> Grid:
-        stages, ticks = range(self._schedule.stages), range(self._schedule.ticks)
-        return Grid(
-            rows=tuple(f"stage {stage}" for stage in stages),
-            columns=tuple(map(str, ticks)),
-            cells=tuple(tuple(self._cell(tick, stage) for tick in ticks) for stage in stages),
-            row_label="tick",
-            framed=False,
-        )
-
-    def _cell(self, tick: int, stage: int) -> Cell:
-        done = self._schedule.work(tick, stage)
+    def _cell_text(self, tick: int, stage: int) -> str:
+        done = self.work(tick, stage)
         if done is None:
-            return Cell((".",))
-        steps = _STEPS[self._schedule.order]
-        text = f"{done.microbatch}.{done.round}" if self._schedule.repeats > 1 else str(done.microbatch)
-        colour = steps * done.round + "FBW".index(done.part)
-        return Cell((f"{done.part}{text}" if steps > 1 else text,), colour % len(FILLS))
+            return "."
+        part = done.part if _STEPS[self.order] > 1 else ""
+        return f"{part}{done.microbatch}" + (f".{done.round}" if self.repeats > 1 else "")
 
 
 @scope
@@ -325,9 +295,9 @@ def pipeline_schedule(stages: int, microbatches: int, repeats: int = 1, order: O
     wait for their neighbours in each tick. Stage s keeps 2 (p - s) - 1 micro-batches. With v rounds, "1f1b" is eager,
     too, and the first stage keeps at most (v+1) p - 1 inputs, each of a v-th of its layers.
 
-    With the order "zb-h1" the backward step is cut into the gradient of the input (B) and those of the weights (W), for
-    which nobody waits. They fill gaps: the bubble is (p-1)/(3 m) of the working time. Each stage keeps at most p
-    micro-batches.
+    With the order "zb-h1" the backward step is cut into the gradient of the input (B) and those of the weights (W). No
+    stage waits for the gradients of the weights, so they fill gaps: the bubble is (p-1)/(3 m) of the working time. Each
+    stage keeps at most p micro-batches.
 
     Args:
       stages: Devices along the pipeline.
@@ -438,10 +408,10 @@ class Ticks(NamedTuple):
             if (work := schedule.work(tick, stage)) is not None
         }
         found = [[Tick() for _ in range(stages)] for _ in range(schedule.ticks)]
-        inputs = _places(_coming(when, schedule, "F", "F" if cut else "B"))
-        cotangents = _places(_coming(when, schedule, "B", "B"))
-        kept = _places(_own(when, "F", "W")) if cut else _Places({}, 0)
-        delayed = _places(_own(when, "B", "W")) if cut else _Places({}, 0)
+        inputs = _places(_stays_of_inputs(when, schedule, "F", "F" if cut else "B"))
+        cotangents = _places(_stays_of_inputs(when, schedule, "B", "B"))
+        kept = _places(_stays_on_device(when, "F", "W")) if cut else _Places({}, 0)
+        delayed = _places(_stays_on_device(when, "B", "W")) if cut else _Places({}, 0)
         for (work, stage), tick in when.items():
             of = lambda places, part, step=(work, stage): places.of.get((step[0]._replace(part=part), step[1]), -1)
             found[tick][stage] = found[tick][stage]._replace(
@@ -482,7 +452,7 @@ class _Stay(NamedTuple):
     until: int
 
 
-def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until: str) -> Iterable[_Stay]:
+def _stays_of_inputs(when: dict[Step, int], schedule: PipelineSchedule, part: str, until: str) -> Iterable[_Stay]:
     """Return what a step of this part needs from the step before it."""
     cut = schedule.order == "zb-h1"
     for (work, stage), tick in when.items():
@@ -491,7 +461,7 @@ def _coming(when: dict[Step, int], schedule: PipelineSchedule, part: str, until:
             yield _Stay(when[source], (work, stage), when.get((work._replace(part=until), stage), tick))
 
 
-def _own(when: dict[Step, int], part: str, until: str) -> Iterable[_Stay]:
+def _stays_on_device(when: dict[Step, int], part: str, until: str) -> Iterable[_Stay]:
     """Return what a step leaves to a later one of the same device."""
     for (work, stage), tick in when.items():
         if work.part == part:

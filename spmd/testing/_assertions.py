@@ -43,7 +43,6 @@ def assert_collectives(
     expected: Mapping[str, Mapping[str, int] | int],
     *,
     bytes: int | None = None,  # noqa: A002 - what it is
-    kwargs: Mapping[str, Any] | None = None,
     mesh: Any = None,
     view: Literal["compiled", "written", "planned"] = "compiled",
     at_most: bool = False,
@@ -58,7 +57,6 @@ def assert_collectives(
       expected: Times by kind and axes, `{"all_gather": {"tp": 2}, "psum": {"dp/tp": 1}}`, loops multiplied out; a
         number instead of the axes counts all axes together, `{"ppermute": 3}`. `psum` is any all-reduce.
       bytes: The bytes that one device sends in one call, all collectives together; None for any number.
-      kwargs: Keyword arguments of `fn`.
       mesh: The mesh, where neither `fn` nor the arguments carry one.
       view: "compiled" for what the optimised program runs, including what nobody wrote; "written" for what the strings
         say, which needs no devices and is the same on every backend; "planned" for the compiler's plan of a program
@@ -81,9 +79,9 @@ def assert_collectives(
     """
     if bytes is not None and (fault := not_int("bytes, what one device may send,", bytes, 0)):
         raise SpmdError(fault, call="assert_collectives(...)", advice="as in bytes=768")
-    found = _explained("assert_collectives", fn, args, kwargs, mesh, view)
-    wanted = _wanted(expected, found)
-    got = _counted(found, view)
+    found = _explained("assert_collectives", fn, args, mesh, view)
+    wanted = _expected_times(expected, found)
+    got = _times_and_bytes(found, view)
     together = {kind for kind, axes in wanted if axes == "*"}
     for (kind, axes), (times, sent) in list(got.items()):
         if kind in together:
@@ -113,13 +111,13 @@ def _differs(got: int, wanted: int, at_most: bool) -> bool:
     return got > wanted if at_most else got != wanted
 
 
-def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str) -> Explanation:
+def _explained(call: str, fn: Any, args: Any, mesh: Any, view: str) -> Explanation:
     if view not in ("compiled", "written", "planned"):
         raise SpmdError(not_one_of("view", view, ("compiled", "written", "planned")), call=f"{call}(...)")
     if not isinstance(args, tuple | list):
         rule = f"the arguments of the function come as one tuple, not as {kind_of(args)}."
         raise SpmdError(rule, call=f"{call}(fn, args, ...)", advice=f"as in {call}(fn, (x, w), ...)")
-    found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False, **dict(kwargs or {}))
+    found = explain(fn, *args, mesh=mesh, compiled=None if view == "compiled" else False)
     if view == "compiled" and found.compiled is None:
         rule = "a program is compiled for devices, and this mesh has none."
         other = "written" if found.plan is None else "planned"
@@ -134,7 +132,7 @@ def _explained(call: str, fn: Any, args: Any, kwargs: Any, mesh: Any, view: str)
     return found
 
 
-def _wanted(expected: Mapping[str, Mapping[str, int] | int], found: Explanation) -> dict[Key, int]:
+def _expected_times(expected: Mapping[str, Mapping[str, int] | int], found: Explanation) -> dict[Key, int]:
     """Times by kind and axes, the axes in mesh order; `*` for all of them together."""
     wanted: dict[Key, int] = {}
     if not isinstance(expected, Mapping):
@@ -165,7 +163,7 @@ def _malformed(expected: Any) -> NoReturn:
     raise SpmdError(rule, call="assert_collectives(...)", got=[repr(expected)], advice=advice)
 
 
-def _counted(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
+def _times_and_bytes(found: Explanation, view: str) -> dict[Key, tuple[int, int]]:
     """Times and bytes by kind and axes."""
     seen = {"compiled": found.compiled, "planned": found.plan and found.plan.moves}
     items: Iterable[Any] = seen.get(view, found.written and found.written.collectives) or ()
@@ -207,7 +205,6 @@ def assert_no_unwritten_collectives(
     fn: Callable[..., Any],
     args: Sequence[Any],
     *,
-    kwargs: Mapping[str, Any] | None = None,
     mesh: Any = None,
     above: int = 0,
 ) -> None:
@@ -219,7 +216,6 @@ def assert_no_unwritten_collectives(
       fn: What `spmd.explain` takes.
       args: Its positional arguments as a tuple. Their shardings matter: a kernel moves what lies elsewhere than its
         signature says.
-      kwargs: Keyword arguments of `fn`.
       mesh: The mesh, where neither `fn` nor the arguments carry one.
       above: Collectives of at most so many bytes per device and call are allowed.
 
@@ -236,11 +232,11 @@ def assert_no_unwritten_collectives(
       >>> x = jax.ShapeDtypeStruct((8, 64), "float32", sharding=spmd.Layout("b/dp d/tp").sharding(mesh))
       >>> spmd.testing.assert_no_unwritten_collectives(double, (x,))
     """
-    found = _explained("assert_no_unwritten_collectives", fn, args, kwargs, mesh, "compiled")
+    found = _explained("assert_no_unwritten_collectives", fn, args, mesh, "compiled")
     loose = [one for one in found.unwritten if one.total_bytes > above]
     if not loose:
         return
-    said, runs = _counted(found, "written"), _counted(found, "compiled")
+    said, runs = _times_and_bytes(found, "written"), _times_and_bytes(found, "compiled")
     marked = {(one.kind, "/".join(one.axes)) for one in loose}
     rows = []
     for key in sorted({*said, *runs}):

@@ -159,11 +159,11 @@ def assert_same_on_any_mesh(
     given = mesh_for(own if mesh is None else mesh, jax.tree.leaves((args, kwargs)), _CALL)
     grid = _grid(given, meshes)
     kernel = _builder(kernel, given, args, kwargs)
-    made = _made(kernel, given)
+    made = _program_on(kernel, given)
     sizes: dict[str, tuple[int, int]] = {}
     if isinstance(made, Kernel) and lacks_values((args, kwargs)):
         with mode("explicit"):
-            values, sizes = shrunk(functools.partial(_made, kernel), grid, args, kwargs)
+            values, sizes = shrunk(functools.partial(_program_on, kernel), grid, args, kwargs)
         args, kwargs = tuple(values), {}
     program = _Program(kernel, made, given, (args, kwargs), grad, seed)
     try:
@@ -281,21 +281,21 @@ class _Program:
     def _is_traced_without_gradients(self, mesh: Any) -> bool:
         try:
             with no_mesh(), use_abstract_mesh(with_sizes(mesh, {})), mode("explicit"):
-                fn, (args, kwargs) = _made(self.kernel, mesh), self.given
+                fn, (args, kwargs) = _program_on(self.kernel, mesh), self.given
                 program, arrays = pulled(fn, args, kwargs, grad=False, static=self.static)
                 jax.eval_shape(program, *arrays)
         except Exception:
             return False
         return True
 
-    def _placed(self, mesh: Mesh) -> tuple[Any, Any, Any]:
+    def _on_devices(self, mesh: Mesh) -> tuple[Any, Any, Any]:
         """The program on a mesh, with its arguments there."""
         leaves, structure = jax.tree.flatten(self.given)
         placed = [_placed(x, spec, mesh) for x, spec in zip(leaves, self.specs, strict=True)]
-        return (_made(self.kernel, mesh), *jax.tree.unflatten(structure, placed))
+        return (_program_on(self.kernel, mesh), *jax.tree.unflatten(structure, placed))
 
     def _simulated(self, mesh: Any, grad: bool) -> _Run:
-        fn, (args, kwargs) = _made(self.kernel, mesh), self.given
+        fn, (args, kwargs) = _program_on(self.kernel, mesh), self.given
         program, arrays = pulled(fn, args, kwargs, grad=grad, static=self.static)
         specs = {id(x): spec for x, spec in zip(jax.tree.leaves(self.given), self.specs, strict=True)}
         structs = jax.tree.map(lambda x: _struct(x, NamedSharding(mesh, specs[id(x)])), arrays)
@@ -312,7 +312,7 @@ class _Program:
         return _Run(mesh, jax.tree.unflatten(flat.structure, found.outs), _SIMULATED, {})
 
     def _run(self, mesh: Mesh) -> _Run:
-        fn, args, kwargs = self._placed(mesh)
+        fn, args, kwargs = self._on_devices(mesh)
         if self.builds or self.kernel.signature.check != "error":
             _check_divergent(fn, args, kwargs)
         program, arrays = pulled(fn, args, kwargs, grad=self.grad, static=self.static)
@@ -351,7 +351,7 @@ def _binds(fn: Callable[..., Any], args: Any, kwargs: Any) -> bool:
     return True
 
 
-def _made(kernel: Any, mesh: Any) -> Any:
+def _program_on(kernel: Any, mesh: Any) -> Any:
     """The program on a mesh."""
     if isinstance(kernel, Kernel):
         return kernel.on(mesh)
@@ -569,7 +569,7 @@ def shrunk(
 ) -> tuple[list[Any], dict[str, tuple[int, int]]]:
     """The arguments of a kernel with its names at their smallest sizes.
 
-    A name gets the smallest size that no other name has, of which each device has at least two rows on each mesh. It
+    A name gets the smallest size that no other name has, with at least two rows for each device on each mesh. It
     keeps its size if the body fails with a smaller one, if an array with values has it, or a keyword of the kernel.
 
     Args:

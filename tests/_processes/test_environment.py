@@ -47,7 +47,7 @@ def test_a_variable_that_is_not_a_number_is_named(text):
 
 
 def test_a_program_that_did_not_join_is_one_of_several(monkeypatch):
-    """What `make_mesh` and `spmd info` ask. A pod knows its number only, and may be the only one."""
+    """What `make_mesh` asks. A pod knows its number only, and may be the only one."""
     for environment, rank in ((LAUNCHED, 0), (TORCH, 1), (POD, None), ({**TORCH, "WORLD_SIZE": "1"}, None), ({}, None)):
         with monkeypatch.context() as told:
             for name in {*SLURM, *MPI, *POD, *TORCH, *LAUNCHED}:

@@ -103,6 +103,11 @@ def refused(module: object, name: str) -> str:
         (spmd, "matmul", ': write spmd.einsum(x, w, "b/dp d, d f/tp -> b/dp f/tp")'),
         (spmd, "exp", ": write jnp.exp, which is right where the dimensions it works along are whole"),
         (spmd.nn, "gelu", ": write jax.nn.gelu, which is right where the dimensions it works along are whole"),
+        (
+            spmd.linalg,
+            "cholesky",
+            ": write jnp.linalg.cholesky, which is right where the dimensions it works along are whole",
+        ),
         (spmd.nn, "softmax", "; did you mean 'spmd.softmax'?"),
         (spmd, "zzzzzz", ""),
         (spmd.linalg, "_ipython_canary", ""),

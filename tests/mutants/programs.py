@@ -202,20 +202,8 @@ def neighbours(u: Any) -> Any:
     return 4 * u - spmd.roll(u, "[x/a] y", 1) - 2 * spmd.roll(u, "[x/a] y", -1)
 
 
-def definite(x: Any, layout: str) -> Any:
-    """A positive matrix, from one of any numbers."""
-    row, column = spmd.iota(layout.split()[0], n=8), jnp.arange(8, dtype=jnp.int32)
-    return x / 9 + 4 * (row[:, None] == column[None]).astype(x.dtype)
-
-
 ALGEBRA: dict[str, tuple[str, tuple[tuple[int, ...], ...], Callable[..., Any]]] = {
     "qr": ("m/a n -> m/a n, k n", ((16, 3),), lambda x: linalg.qr(x, "[m/a] [n]")),
-    "cholesky": ("n/a m -> n/a m", ((8, 8),), lambda x: linalg.cholesky(definite(x, "n/a m"), "[n/a] [m]")),
-    "cho_solve": (
-        "n/a m, n/a k -> n/a k",
-        ((8, 8), (8, 2)),
-        lambda x, b: linalg.cho_solve(definite(x, "n/a m"), b, "[n/a] [m], [n/a] k"),
-    ),
     "cg": (
         "x/a y -> x/a y",
         ((8, 2),),
@@ -265,7 +253,7 @@ def relaxed(build: Callable[[Any], Callable[..., Any]], mesh: Any) -> Callable[.
 
 def of_others() -> Iterator[Program]:
     """As the assertion on any mesh has them."""
-    for name in ("waves", "spectral_flow", "decode"):
+    for name in ("waves", "spectral_flow", "decode", "gaussian_process"):
         build, args, options = anywhere.EXAMPLE_PROGRAMS[name]()
         yield Program(f"example {name}", build, dict(options["mesh"].shape), from_host(args))
 

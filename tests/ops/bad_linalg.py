@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import spmd
-from spmd.linalg import cg, cho_solve, cholesky, gmres, qr
+from spmd.linalg import cg, gmres, qr
 from tests.errors.registry import V, X, bad, body, fixed
 
 FACTORS = "m/dp n -> m/dp n, k n"
@@ -27,21 +27,15 @@ def a_qr_of_divided_columns_fixed(mesh):
 
 
 GROUP = np.arange(32, dtype=np.float32).reshape(8, 4) ** 2 + np.eye(8, 4, dtype=np.float32)
-SQUARE = np.diag(np.arange(1, 9)).astype(np.float32)
 
 
-def grouped(mesh, fn, *args, result="(x y)/dp n"):
-    """A body of matrices whose rows are merged of two dimensions."""
-    pattern = f"{', '.join(['(x y)/dp n', '(x y)/dp k'][: len(args)])} -> {result}"
-    return spmd.kernel(pattern, mesh=mesh, x=2)(fn)(*args)
+def grouped(mesh, fn, x):
+    """A body of a matrix whose rows are merged of two dimensions."""
+    return spmd.kernel("(x y)/dp n -> (x y)/dp n", mesh=mesh, x=2)(fn)(x)
 
 
 bad(
     a_qr_of_merged_rows=lambda mesh: grouped(mesh, lambda x: qr(x, "[(x y)/dp] [n]")[0], GROUP),
-    a_cholesky_of_merged_rows=lambda mesh: grouped(mesh, lambda x: cholesky(x, "[(x y)/dp] [n]"), SQUARE),
-    a_system_of_merged_rows=lambda mesh: grouped(
-        mesh, lambda a, b: cho_solve(a, b, "[(x y)/dp] [n], [(x y)/dp] k"), SQUARE, GROUP, result="(x y)/dp k"
-    ),
     a_qr_of_rows_that_lie_apart=lambda mesh: body(
         "x/dp y/tp n -> k n",
         lambda x: qr(spmd.rearrange(x, "x/dp y/tp n -> (x/dp y/tp) n"), "[(x/dp y/tp)] [n]")[1],
@@ -55,17 +49,6 @@ bad(
 def a_qr_of_merged_rows_fixed(mesh, fix):
     q = grouped(mesh, lambda x: qr(x, fix())[0], GROUP)
     np.testing.assert_allclose(q.T @ q, np.eye(4), atol=1e-4)
-
-
-@fixed
-def a_cholesky_of_merged_rows_fixed(mesh, fix):
-    np.testing.assert_allclose(grouped(mesh, lambda x: cholesky(x, fix()), SQUARE), np.sqrt(SQUARE), rtol=1e-5)
-
-
-@fixed
-def a_system_of_merged_rows_fixed(mesh, fix):
-    found = grouped(mesh, lambda a, b: cho_solve(a, b, fix()), SQUARE, GROUP, result="(x y)/dp k")
-    np.testing.assert_allclose(found, GROUP / np.diag(SQUARE)[:, None] ** 2, rtol=1e-5)
 
 
 bad(
@@ -134,69 +117,3 @@ def a_gmres_with_a_partial_sum_fixed(mesh, fix):
         return gmres(lambda x: 2 * x, fix(b=b), fix(1))[0]
 
     np.testing.assert_allclose(body("b/dp d -> d", fn, mesh), (X * X).sum(0) / 2, rtol=1e-5)
-
-
-bad(
-    a_cholesky_of_one_dimension=lambda mesh: body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] m"), mesh, X @ X.T),
-    a_cholesky_of_divided_columns=lambda mesh: body(
-        "n/dp m/tp -> n/dp m/tp", lambda x: cholesky(x, "[n/dp] [m/tp]"), mesh, X @ X.T
-    ),
-    a_cholesky_that_is_not_square=lambda mesh: body("n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh),
-    a_cholesky_of_integers=lambda mesh: body(
-        "n/dp m -> n/dp m", lambda x: cholesky(x, "[n/dp] [m]"), mesh, (X @ X.T).astype(np.int32)
-    ),
-)
-
-
-@bad
-def a_cholesky_of_a_partial_sum(mesh):
-    def fn(x):
-        return cholesky(spmd.einsum(x, x, "b/dp n, b/dp m -> n m {U:dp}"), "[n] [m] {U:dp}")
-
-    body("b/dp d -> d m", fn, mesh)
-
-
-@fixed
-def a_cholesky_of_a_partial_sum_fixed(mesh, fix):
-    def fn(x):
-        x = spmd.einsum(x, x, "b/dp n, b/dp m -> n m {U:dp}")
-        return cholesky(fix(x=x), fix(1))
-
-    x = X + 9 * np.eye(8, 4, dtype=np.float32)
-    np.testing.assert_allclose(body("b/dp d -> d m", fn, mesh, x), np.linalg.cholesky(x.T @ x), atol=1e-4)
-
-
-def _solve(layouts, mesh, b=V, columns=8):
-    body("n/dp m, n/dp -> n/dp", lambda x, b: cho_solve(x, b, layouts), mesh, np.eye(8, columns, dtype=np.float32), b)
-
-
-bad(
-    a_cho_solve_without_rows=lambda mesh: _solve("[n/dp] [m], n/dp", mesh),
-    a_cho_solve_of_other_rows=lambda mesh: _solve("[n/dp] [m], [k/dp]", mesh),
-    a_cho_solve_of_another_type=lambda mesh: _solve("[n/dp] [m], [n/dp]", mesh, V.astype(np.int32)),
-    a_cho_solve_that_is_not_square=lambda mesh: _solve("[n/dp] [m], [n/dp]", mesh, columns=4),
-)
-
-
-@bad
-def a_cho_solve_of_many(mesh):
-    x = np.eye(8, dtype=np.float32)[None]
-    body("g n/dp m, n/dp -> n/dp", lambda x, b: cho_solve(x, b, "g [n/dp] [m], [n/dp]"), mesh, x, V)
-
-
-@bad
-def a_cho_solve_of_a_partial_sum(mesh):
-    def fn(x):
-        b = spmd.einsum(x, x, "b/dp n, b/dp n -> n {U:dp}")
-        return cho_solve(jnp.eye(4), b, "[n] [m], [n] {U:dp}")
-
-    body("b/dp n -> n", fn, mesh)
-
-
-@fixed
-def a_cho_solve_of_a_partial_sum_fixed(mesh, fix):
-    def fn(x):
-        b = spmd.einsum(x, x, "b/dp n, b/dp n -> n {U:dp}")
-        return cho_solve(jnp.eye(4), fix(b=b), fix(1))
-
-    np.testing.assert_allclose(body("b/dp n -> n", fn, mesh), (X * X).sum(0), rtol=1e-5)

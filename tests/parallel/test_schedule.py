@@ -1,7 +1,6 @@
 """The schedule of a pipeline against a simulation, and its pictures."""
 
 import itertools
-import xml.etree.ElementTree as ET
 
 import pytest
 
@@ -37,7 +36,7 @@ def test_the_table_is_what_machines_would_do(p, m, v):
         assert schedule.bubble == pytest.approx((p - 1) / (v * m))
 
 
-def test_both_passes_in_a_picture():
+def test_both_passes_in_a_table():
     schedule = parallel.pipeline_schedule(2, 3, order="1f1b")
     assert str(schedule) == "\n".join([
         "2 stages, 3 micro-batches, 1f1b: 8 ticks, 6 of them at work, bubble 0.333",
@@ -48,7 +47,7 @@ def test_both_passes_in_a_picture():
     assert "F0.1" in str(parallel.pipeline_schedule(2, 2, 2, "1f1b"))
 
 
-def test_pictures():
+def test_rounds_and_narrow_terminals():
     schedule = parallel.pipeline_schedule(2, 3, 2)
     assert str(schedule) == "\n".join([
         "2 stages, 3 micro-batches, 2 rounds: 7 ticks, 6 of them at work, bubble 0.167",
@@ -56,14 +55,8 @@ def test_pictures():
         "stage 0  0.0  1.0  2.0  0.1  1.1  2.1    .",
         "stage 1    .  0.0  1.0  2.0  0.1  1.1  2.1",
     ])  # fmt: skip
-    drawn = ET.fromstring(schedule.svg)
-    texts = [one.text for one in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts.count("2.1") == 2 and len(list(drawn.iter("{http://www.w3.org/2000/svg}rect"))) == 1 + 2 * 6, (
-        "a card, and what is at work"
-    )
-    assert texts.count(".") == 2
     assert max(map(len, schedule.text(30).splitlines())) <= 30
-    assert schedule._repr_svg_() == schedule.svg
+    assert repr(schedule) == str(schedule)
 
 
 # -------------------- forward and backward steps in turn, against the formulas of the papers
