@@ -242,7 +242,7 @@ def _report(
     unknown = unknown_lines(walk, walk.root) if full else ()
     every = [*names, *confirmed(found, trial, kernel, unknown, whole=full, walk=walk)]
     why = trial.why or (f"no draw shows {unreached(trial)[0]}" if trial.unreached else "")
-    report(kernel, every, how, why or (_NAMES if names else ""))
+    report(kernel, every, how, why or (_NAMES if names else ""), hang=not trial.why and bool(trial.unreached))
 
 
 # What a first call may cost where types suspect nothing: an equation costs about a millisecond, for two traces and one

@@ -118,12 +118,16 @@ class Findings(tuple[Finding, ...]):
         return self._listing(self)
 
 
+class NotShownWarning(UserWarning):
+    """What types suspect hangs on a side of a choice that no draw took."""
+
+
 def _asked(one: Finding) -> str:
     """A finding, which is a question where it is not certain."""
     return str(one) if one.certain else f"{MEANT}\n{one}"
 
 
-def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: str = "") -> None:
+def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: str = "", *, hang: bool = False) -> None:
     """Raise one error with all findings that are certain, or warn. Without findings, do nothing.
 
     Args:
@@ -131,11 +135,12 @@ def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: st
       findings: What was found.
       how: "error" or "warn".
       why: Why numbers do not tell, if some findings are not certain for that reason.
+      hang: Whether that is because they hang on what no draw showed.
     """
     every = dict.fromkeys(findings)
     unsure = [one for one in every if not one.certain] if how == "error" and why else []
     if unsure:
-        warn(f"{Findings(unsure)}\nNumbers do not tell: {why}.", UserWarning)
+        warn(f"{Findings(unsure)}\nNumbers do not tell: {why}.", NotShownWarning if hang else UserWarning)
     unique = Findings(one for one in every if one not in unsure)
     if not unique:
         return

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +27,7 @@ from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker._arbiter import Trial, for_numbers
 from spmd.checker._arguments import drawn, smaller
+from spmd.checker._findings import NotShownWarning
 from spmd.checker._numbers import (
     BLOCKS,
     Cause,
@@ -110,7 +112,8 @@ def assert_same_on_any_mesh(
 
     Raises:
       Mismatch: Results or gradients differ, or the program fails on some mesh and not on the one given; or results
-        are others in auto and reference mode, where a body counts devices and arrays are whole. The message
+        are others in auto and reference mode, where a body counts devices and arrays are whole; or types suspect what
+        hangs on a side of a choice that no draw takes. The message
         names the result or the argument whose gradient differs, on which meshes, by how much, and if all numbers have
         one factor, which sizes of axes that is.
       ReplicationError: A collective that not all of its devices reach. It is found before anything runs.
@@ -235,10 +238,13 @@ class _Program:
                     return self._run(mesh)
             quiet = isinstance(self.kernel, Kernel) and self.kernel.signature.check != "error"
             abstract = with_sizes(mesh, {})
-            with for_numbers(mesh.shape, collect=quiet), use_abstract_mesh(abstract):
+            with for_numbers(mesh.shape, collect=quiet), use_abstract_mesh(abstract), warnings.catch_warnings():
+                warnings.simplefilter("error", NotShownWarning)
                 return self._simulated(abstract, self.grad)
         except NotSimulated:
             raise
+        except NotShownWarning as error:
+            raise Mismatch(f"{self.name} agrees on these meshes, and a mistake may hide:\n{error}") from error
         except Exception as error:
             own = first and not isinstance(error, SpmdError)
             if self.grad and own and self._is_traced_without_gradients(mesh):

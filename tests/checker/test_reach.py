@@ -128,3 +128,12 @@ def test_a_tolerance_is_that_of_the_caller() -> None:
     kernel = spmd.kernel("n/dp d -> n/dp d", mesh=spmd.make_mesh(dp=4))(lambda x: x * (1 + 1e-4))
     assert spmd.check(kernel, ROWS, reference=lambda x: x).verdict.kind == "wrong"
     assert spmd.check(kernel, ROWS, reference=lambda x: x, rtol=1e-3).verdict.kind == "proved"
+
+
+def test_a_test_of_all_meshes_fails_on_it_too() -> None:
+    """All meshes agree on the draws, and after an overflow training differs."""
+    mesh = spmd.make_mesh(dp=4)
+    made = spmd.kernel("n/dp d, scalar -> n/dp d", mesh=mesh)
+    with pytest.raises(spmd.testing.Mismatch, match="(?s)a mistake may hide.*no draw shows"):
+        spmd.testing.assert_same_on_any_mesh(made(hidden), ROWS, COUNT)
+    spmd.testing.assert_same_on_any_mesh(made(lambda x, count: jnp.where(count > 3, x, 2 * x)), ROWS, COUNT)
