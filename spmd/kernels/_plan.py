@@ -322,7 +322,8 @@ class Plan:
     def _named(self, *leaves: Any) -> Any:
         """The body on whole arrays, after a look at the names of their dimensions, where some have one size."""
         run = self._auto if self.mode == "auto" else self._reference
-        if not self.frame(leaves).alike or collecting.value or self.signature.check == "off":
+        numbers = collecting.value and resized.value  # these say what is wrong by themselves
+        if not self.frame(leaves).alike or numbers or self.signature.check == "off":
             return run(*leaves)
         inner = self.jit(run, inline=True)
         check_names(inner.trace(*leaves).jaxpr, apart_of(self, leaves), self.signature.check)

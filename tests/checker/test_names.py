@@ -195,6 +195,16 @@ def test_check_finds_it_too(name):
     ] * 2
 
 
+@pytest.mark.parametrize(("name", "mode"), share([(name, mode) for name in WRONG for mode in MODES[1:]]))
+def test_check_finds_it_where_arrays_are_whole(name, mode):
+    program = WRONG[name]
+    if mode in program.modes:
+        run = getattr(program.kernel(), mode)
+        for step in (run, jax.jit(run)):
+            found = spmd.check(step, *program.structs())
+            assert [(one.kind, one.certain) for one in found] == [("name", True)] and found.verdict.kind == "wrong"
+
+
 @pytest.mark.parametrize("name", share(WRONG))
 def test_check_finds_it_in_a_training_step(name):
     """What JAX keeps of a kernel for its derivative is given other arrays."""
@@ -314,11 +324,14 @@ def test_what_is_not_traced_at_other_sizes_may_be_meant(name, mode):
     program = UNDECIDED[name]
     with (
         spmd.mode(mode),
-        pytest.warns(UserWarning, match="(?s)is what the string calls.*body fails.*Numbers do not tell"),
+        pytest.warns(
+            UserWarning, match="(?s)^meant by this name.*is what the string calls.*body fails.*Numbers do not tell"
+        ),
     ):
         program.kernel().trace(*program.structs())
     [finding] = spmd.check(program.kernel(), *program.structs())
     assert (finding.kind, finding.certain) == ("name", False)
+    assert str(spmd.check(program.kernel(), *program.structs()).verdict).startswith("meant by this name? 1 finding: ")
     assert (
         f'"{program.said}" is what the string calls the dimensions, and they came as "{program.came}"' in finding.rule
     )
