@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd._trees.arguments import explained
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import Fix, LayoutError, did_you_mean, not_one_of
@@ -218,6 +219,7 @@ Op = Literal["sum", "mean", "max", "min", "prod", "any", "all", "logsumexp"]
 LINEAR = ("sum", "mean")
 
 
+@explained
 def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     """Reduce the dimensions that the right side leaves out, over the whole array.
 
