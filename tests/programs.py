@@ -14,10 +14,11 @@ import einops
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import spmd
-from spmd import ops
+from spmd import nn, ops
 from spmd.comm.planner import uneven
 from spmd.modes import MODES
 from tests import layers
@@ -160,6 +161,9 @@ def near(program: Program, found: Any, wanted: Any, what: str) -> None:
         if not a.size:
             continue
         if a.dtype.kind in "fc":
+            odd = ~np.isfinite(b)
+            assert np.array_equal(a[odd], b[odd], equal_nan=True), f"{what} {i}: {a[odd][:4]} for {b[odd][:4]}"
+            a, b = np.where(odd, 0, a), np.where(odd, 0, b)
             error, scale = np.abs(a - b).max(), np.abs(b).max() + 1e-2
             big = np.abs(b) > scale / 100
             ratios = np.abs(a[big] / b[big]) if big.any() else np.ones(1)
@@ -492,6 +496,42 @@ def along_a_dimension(c: Choices) -> Program:
     return Program(
         text, (x,), runs, plain, devices(mesh), gradient=grads(x) and not name.startswith("arg"), tolerance=5e-5
     )
+
+
+@family(6)
+def rows(c: Choices) -> Program:
+    """Losses, softmax and extremes of rows some of whose scores are -inf, and some rows all of them; also inf and NaN."""
+    sampler, name = Sampler(c), c.choice(["softmax", "logsumexp", "max", "min", "argmax", "top_k", "loss", "smoothed"])
+    mesh = sampler.mesh()
+    layout = sampler.layout("b v", mesh, used=0.9)
+    sizes = sampler.sizes("b v", mesh, [layout])
+    x, first = numbers(sampler, tuple(sizes.values())), layout.split()[0]
+    masked = c.data.random(x.shape) < (c.below(4) / 4)
+    masked[:, 0] &= bool(c.below(2))
+    odd = ["-inf", "nan"] if name in ("loss", "smoothed") else ["-inf", "nan", "inf"]  # optax makes NaN of inf
+    x = np.where(masked, np.float32(c.choice(odd)), x)
+    labels = np.argmax(np.where(masked, -1, c.data.random(x.shape)), 1).astype(np.int32)
+    tp = tuple(layout.split()[1].split("/")[1:]) or None
+    keywords = {"label_smoothing": 0.1 * (name == "smoothed"), "reduction": "none"}
+    reduced = lambda x: ops.reduce(x, f"{layout} -> {first}", name)
+    heard = lambda y: jnp.where(jnp.isfinite(y), y, jnp.nan)  # where devices compare, an infinity stands for NaN
+    best = lambda x: ops.top_k(x, marked(layout, "v"), 1)[0]
+    target = lambda y: optax.losses.smooth_labels(jax.nn.one_hot(y, x.shape[1]), keywords["label_smoothing"])
+    losses = lambda x, y: nn.cross_entropy(x, y, tp=tp, **keywords)
+    meant = lambda x, y: optax.losses.softmax_cross_entropy(x, target(y))
+    body, plain, out = {
+        "softmax": (lambda x, _: ops.softmax(x, marked(layout, "v")), lambda x, _: jax.nn.softmax(x, 1), layout),
+        "argmax": (lambda x, _: ops.argmax(x, marked(layout, "v")), lambda x, _: jnp.argmax(x, 1), first),
+        "top_k": (lambda x, _: best(x), lambda x, _: jax.lax.top_k(x, 1)[0], test_top_k.without(layout, "v")),
+        "logsumexp": (lambda x, _: reduced(x), lambda x, _: jax.nn.logsumexp(x, 1), first),
+        "max": (lambda x, _: heard(reduced(x)), lambda x, _: heard(x.max(1)), first),
+        "min": (lambda x, _: heard(reduced(x)), lambda x, _: heard(x.min(1)), first),
+        "loss": (losses, meant, first),
+        "smoothed": (losses, meant, first),
+    }[name]  # fmt: skip
+    text = f"{name} {mesh} {layout} {sizes} {masked.sum()} masked"
+    runs = in_modes(body, mesh, [layout, first], out)
+    return Program(text, (x, labels), runs, plain, devices(mesh), gradient=not masked.any(), tolerance=5e-5)
 
 
 @family(3)

@@ -17,6 +17,7 @@ spellings. The exit status is 1 if anything failed.
 
 import argparse
 import collections
+import concurrent.futures
 import contextlib
 import gc
 import importlib
@@ -30,6 +31,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -39,7 +41,10 @@ import jax
 import numpy as np
 import pytest
 
+import spmd
+from spmd.modes import MODES
 from tests.checker import random_programs
+from tests.checker.test_names import NAMES, Drawn
 from tests.checker.test_soundness import called_equal
 from tests.conftest import FULL_CASES
 from tests.kernels import test_sampled_calls
@@ -121,9 +126,47 @@ def soundness(choices: Choices) -> Result:
 
 
 def inside(choices: Choices) -> Result:
-    """Loops over divided dimensions, gradients inside, sizes of shards: what is wrong must be a finding."""
+    """Loops, scans, rings, gradients inside, sizes of shards, conditions: what is wrong must be a finding."""
     text, outcome = random_programs.judged(choices)
     return Result("inside", choices.seed, text, (outcome,))
+
+
+def names(choices: Choices) -> Result:
+    """Square arrays, and one string with its names in another order: found where other sizes refuse it."""
+    program, mode = Drawn(choices.below(1 << 20)), choices.choice(MODES)
+    place, order = choices.choice(program.strings()), tuple(choices.permutation(list(NAMES)))
+    refused = program.judged(place, order, mode)
+    return Result("names", choices.seed, f"{program.signature} as {order} at {place}", (mode, *["found"] * refused))
+
+
+def threads(choices: Choices) -> Result:
+    """Bodies that are checked, explained and run as a reference from a pool of threads, as from one."""
+    several = [choices.choice(random_programs.FAMILIES)(choices) for _ in range(4)]
+    kernels = [spmd.kernel(one.pattern, mesh=spmd.make_mesh(**one.mesh), check="warn")(one.body) for one in several]
+
+    def asked(i: int) -> list[Any]:
+        found = [
+            lambda: str(spmd.check(kernels[i], *several[i].args)),
+            lambda: spmd.explain(kernels[i], *several[i].args),
+        ]
+        return [
+            answer(one) for one in (*found, lambda: jax.tree.map(np.asarray, kernels[i].reference(*several[i].args)))
+        ]
+
+    with warnings.catch_warnings(), concurrent.futures.ThreadPoolExecutor(8) as pool:
+        warnings.simplefilter("ignore")
+        together = [*pool.map(asked, [*range(len(several))] * 2)]
+        for i, found in enumerate(together):
+            alone = asked(i % len(several))
+            assert str(found) == str(alone), f"{several[i % 4].text}: {found} from a thread, and {alone} alone"
+    return Result("threads", choices.seed, "; ".join(one.text for one in several), ("a pool",))
+
+
+def answer(ask: Callable[[], Any]) -> str:
+    try:
+        return str(ask())
+    except spmd.errors.SpmdError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def sampled(choices: Choices) -> Result:
@@ -177,7 +220,9 @@ def sampled_tests() -> list[tuple[str, Any]]:
 ALONE: dict[str, tuple[Callable[[Choices], Result], int]] = {
     "calls": (call, 2),
     "checker": (soundness, 1),
-    "inside": (inside, 4),
+    "inside": (inside, 12),
+    "names": (names, 6),
+    "threads": (threads, 1),
     "sampled": (sampled, 1),
 }
 

@@ -37,6 +37,11 @@ _ENGLISH: dict[Any, str] = {
     Mapping: "a dict",
     Sequence: "a sequence",
 }
+_KNOWN: dict[str, tuple[Callable[[Any], Any], str]] = {  # what JAX alone knows, and what it is
+    "dtype": (jnp.dtype, "a type of numbers"),
+    "preferred_element_type": (jnp.dtype, "a type of numbers"),
+    "precision": (lambda it: jax.eval_shape(lambda x: jnp.dot(x, x, precision=it), 1.0), "a precision of jax.lax"),
+}
 
 
 def explained(fn: Callable[P, R]) -> Callable[P, R]:
@@ -80,8 +85,8 @@ def _wrong(fn: Any, args: Any, kwargs: Any, error: Exception) -> list[tuple[str,
             found.append((name, f"{name} is an array, not {given}."))
         elif not _fits(value, hint):
             found.append((name, f"{name} is {_words(hint)}, not {given}."))
-        elif name == "dtype" and value is not None and not _is_dtype(value):
-            found.append((name, f"dtype is a type of numbers, not {given}."))
+        elif name in _KNOWN and value is not None and not _is_known(name, value):
+            found.append((name, f"{name} is {_KNOWN[name][1]}, not {given}."))
     return found
 
 
@@ -92,9 +97,9 @@ def _text_of(value: Any) -> str:
     return reprlib.repr(value) if plain else kind_of(value)
 
 
-def _is_dtype(value: Any) -> bool:
+def _is_known(name: str, value: Any) -> bool:
     try:
-        return jnp.dtype(value) is not None
+        return _KNOWN[name][0](value) is not None
     except (TypeError, ValueError):
         return False
 

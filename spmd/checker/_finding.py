@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -9,6 +10,7 @@ from spmd._text import fields_of
 from spmd.errors import Fault
 
 MEANT = "meant per shard?"  # what is asked where numbers do not decide
+_NAMED = "meant by this name?"  # what is asked where sizes do not
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,12 @@ class Finding(Fault):
         """Return plain values, for JSON."""
         values = fields_of(self, "kind", "line", "certain", "rule", "got", "advice")
         return {**values, "fix": [str(one) for one in self.fixes], "message": str(self)}
+
+
+def question(findings: Iterable[Finding]) -> str:
+    """What is asked of those that are not certain: of names alone, something else than of shards."""
+    kinds = {one.kind for one in findings if not one.certain}
+    return "" if not kinds else _NAMED if kinds == {"name"} else MEANT
 
 
 def found(fault: Fault, kind: str, line: str, certain: bool = True) -> Finding:

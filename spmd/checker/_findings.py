@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from spmd._jaxprs.lines import called_at
 from spmd._text import Table, html_page
-from spmd.checker._finding import MEANT, Finding, found
+from spmd.checker._finding import Finding, found, question
 from spmd.checker._verdict import Verdict
 from spmd.errors import ReplicationError, SpmdError, warn
 
@@ -124,7 +124,7 @@ class NotShownWarning(UserWarning):
 
 def _asked(one: Finding) -> str:
     """A finding, which is a question where it is not certain."""
-    return str(one) if one.certain else f"{MEANT}\n{one}"
+    return str(one) if one.certain else f"{question([one])}\n{one}"
 
 
 def report(kernel: str, findings: Iterable[Finding], how: str = "error", why: str = "", *, hang: bool = False) -> None:

@@ -12,7 +12,7 @@ from spmd._jaxprs.lines import called_at, frames_of, is_ours, line_of, outside_j
 from spmd._jaxprs.walker import Domain, Equation, Held, Variable, equations, held, opened, shape_of, walk
 from spmd.checker._arbiter import Trial
 from spmd.checker._engine import Engine
-from spmd.checker._finding import MEANT, Finding, found
+from spmd.checker._finding import Finding, found, question
 from spmd.checker._hanging import hanging
 from spmd.checker._located import Located
 from spmd.checker._numbers import BLOCKS, LOCAL_SIZE, Cause, Difference, advice_on, cause_of, labelled
@@ -47,7 +47,7 @@ class Verdict:
     Attributes:
       kind: One word of the table below, or "" where there is nothing to check.
       reasons: What it rests on, or why nothing was compared; each a sentence or a line of the program.
-      uncertain: How many findings there are that may be meant, and were not compared.
+      uncertain: The findings that may be meant, and were not compared.
       unreached: What no draw showed: the sides of choices that none took, and results that were one number in all.
 
     | kind | means |
@@ -61,13 +61,14 @@ class Verdict:
 
     kind: str
     reasons: Sequence[str] = ()
-    uncertain: int = 0
+    uncertain: Sequence[Finding] = ()
     unreached: Sequence[str] = ()
 
     def __str__(self) -> str:
         if not self.kind:
             return ". ".join(self.reasons) or "no findings"
-        some = f"{MEANT} {self.uncertain} finding{'s' * (self.uncertain > 1)}: " if self.uncertain else ""
+        n = len(self.uncertain)
+        some = f"{question(self.uncertain)} {n} finding{'s' * (n > 1)}: " if n else ""
         head = self.kind if self.kind == "wrong" else (some or "no findings: ") + self.kind
         but = f", but for {_first(self.unreached)}" if self.unreached else ""
         return ". ".join([head + but, *self.reasons])
@@ -98,11 +99,11 @@ def judge(
     if trial.meant:  # a ring whose blocks are a dimension is one program on whole arrays, with its mistakes
         trial = replace(trial, why=f"{_compared(trial)}: reference= tells what is meant")
     if trial.why:
-        return Verdict("not tested", [trial.why, *_factors_text(trial)], len(findings))
+        return Verdict("not tested", [trial.why, *_factors_text(trial)], findings)
     if trial.apart:
         modes = f"They are others in auto and reference mode: {_first(apart_text(trial))}"
         advice = BLOCKS.replace("\n", " ")
-        return Verdict("not tested", [_compared(trial), modes, counted_text(trial.counted), advice], len(findings))
+        return Verdict("not tested", [_compared(trial), modes, counted_text(trial.counted), advice], findings)
     others = [one for one in unknown if one not in believed]
     lost = [f"Types lose a value at {_first(others)}"] if others else []
     lost += [f"The reference stands in for the opaque code at {_first(believed)}"] if believed else []
@@ -114,7 +115,7 @@ def judge(
     read = [f"The permutation at {_first(trial.shifts)} is read as a shift"] if trial.shifts else []
     rest = [f"Gradients are not compared: {trial.underived}"] if trial.underived else []
     reasons = [_compared(trial), *read, *lost, *doubt, *rest]
-    return Verdict("proved" if sure else "tested", reasons, len(findings), open_ends)
+    return Verdict("proved" if sure else "tested", reasons, findings, open_ends)
 
 
 def unreached(trial: Trial) -> list[str]:

@@ -116,6 +116,8 @@ def check_array(value: Any, label: str, fail: Callable[[str], NoReturn], dtype: 
         jax.typeof(value)
     except TypeError:
         fail(f"{label} is {kind_of(value)}, not an array.")
+    except ValueError:
+        fail(f"{label} is masked, and JAX does not take a mask.")
 
 
 def misfit(call: str) -> Callable[[str], NoReturn]:

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,6 +56,12 @@ def concrete(leaves: Sequence[Any]) -> bool:
 
 class _Closes(Exception):
     """A body has a call that closes axes which its string does not name."""
+
+
+class _Running(threading.local):
+    """The arguments of the call that a thread runs, which its trace does not see."""
+
+    given: Sequence[Any] | None = None
 
 
 @dataclass(eq=False)
@@ -113,9 +120,7 @@ class Plan:
         self._traced = self.jit(self._explicit if mode == "explicit" else entry)
         self._seen: set[Any] = set()
         self._compared: set[Any] = set()  # shapes of arguments for which numbers were asked
-        self._given: Sequence[Any] | None = (
-            None  # the arguments of the call that is running, which its trace does not see
-        )
+        self._running = _Running()
         self._chosen: dict[Any, frozenset[Any]] = {}  # by types of arguments, the gathers that were made invarying
         self._frames: dict[Any, Frame] = {}
         self._counted: dict[str, None] = {}  # the lines that ask how many devices there are, of a body on whole arrays
@@ -163,14 +168,14 @@ class Plan:
         if self.mode == "explicit" and traced:
             return self._within(leaves)
         run = self._traced if traced else self.jitted
-        self._given = None if traced else leaves
+        self._running.given = None if traced else leaves
         try:
             if self._sets_mesh and outside_trace():
                 with jax.set_mesh(self.mesh):  # auto_axes has no other way to learn the devices
                     return run(*leaves)
             return run(*leaves)
         finally:
-            self._given = None
+            self._running.given = None
             if (lines := counting.get()) is not None:
                 lines.update(self._counted)
 
@@ -215,7 +220,7 @@ class Plan:
 
     def _with_numbers(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments of the call that is running, if they are those that are traced."""
-        given, shapes = self._given, lambda some: [np.shape(x) for x in some]
+        given, shapes = self._running.given, lambda some: [np.shape(x) for x in some]
         return given if given is not None and shapes(given) == shapes(leaves) else leaves
 
     # --- before any trace ---------------------------------------------------------------------------------
@@ -330,7 +335,8 @@ class Plan:
     def _named(self, *leaves: Any) -> Any:
         """The body on whole arrays, after a look at the names of their dimensions, where some have one size."""
         run = self._auto if self.mode == "auto" else self._reference
-        if not self.frame(leaves).alike or collecting.value or self.check == "off":
+        numbers = collecting.value and resized.value  # these say what is wrong by themselves
+        if not self.frame(leaves).alike or numbers or self.check == "off":
             return run(*leaves)
         inner = self.jit(run, inline=True)
         check_names(inner.trace(*leaves).jaxpr, apart_of(self, leaves), self.check)

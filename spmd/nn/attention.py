@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import _compat, annotate, axis_size, einsum, fused, iota, scope, size, softmax, take
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import not_int
 from spmd.comm._marks import ordered
 from spmd.errors import LayoutError, SizeError, check_one_of, did_you_mean, is_int
@@ -106,6 +107,7 @@ T = TypeVar("T")
 Pair = Any | tuple[Any, Any]
 
 
+@explained
 @scope(mapping=None)
 def dot_product_attention(
     q: Any,
@@ -526,6 +528,7 @@ def rotary_embedding(x: Any, positions: Any, frequencies: Any, *, interleaved: b
     return jnp.concatenate([out.astype(x.dtype), rest], axis=-1)
 
 
+@explained
 @scope
 def rotary_frequencies(
     k: int,

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import all_gather, annotate, axis_size, defer, einsum, scope
+from spmd._trees.arguments import explained
 from spmd.errors import LayoutError, SizeError
 from spmd.nn.norm import Axes, with_rank
 from spmd.nn.overlap import einsum_scatter, ring_columns
@@ -192,6 +193,7 @@ def qkv_linear(
     return queries.reshape(*y.shape[:-3], -1, y.shape[-1]), y[..., -2, :], y[..., -1, :]
 
 
+@explained
 @scope(mapping=None)
 def mlp(
     x: Any,

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from spmd import all_to_all, custom_vjp, defer, einsum, iota, rearrange, reduce, scope, size, take
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import not_int
 from spmd.errors import LayoutError, SizeError, check_one_of
 from spmd.nn.linear import entered
@@ -18,6 +19,7 @@ Reduction = Literal["mean", "sum", "none"]
 REDUCTIONS = get_args(Reduction)
 
 
+@explained
 @scope(mapping=None)
 def cross_entropy(
     logits: Any,

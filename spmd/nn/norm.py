@@ -10,11 +10,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from spmd import Layout, annotate, einsum, random, reduce, scope, size
+from spmd._trees.arguments import explained
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Axes
 from spmd.modes import current_frame
 
 
+@explained
 @scope(mapping=None)
 def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> jax.Array:
     """RMSNorm: features divided by the root of their mean square, times a learned scale.
@@ -58,6 +60,7 @@ def rms_norm(x: Any, scale: Any = None, *, eps: float = 1e-6, tp: Axes = None) -
     return _scaled(y, scale, tp, "rms_norm").astype(x.dtype)
 
 
+@explained
 @scope(mapping=None)
 def layer_norm(x: Any, scale: Any = None, bias: Any = None, *, eps: float = 1e-6, tp: Axes = None) -> jax.Array:
     """LayerNorm: features minus their mean, divided by their standard deviation, times a scale, plus a bias.
@@ -123,6 +126,7 @@ def _like(features: Any, x: Any, tp: Axes, norm: str, what: str) -> Any:
 # --- dropout with the mask of the whole array -------------------------------------------------------------------------
 
 
+@explained
 def dropout(x: Any, key: Any, layout: str, /, *, rate: float, **names: Any) -> jax.Array:
     """Set a random part of the numbers to zero, and scale the rest to keep the expectation.
 

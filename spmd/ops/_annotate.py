@@ -226,6 +226,9 @@ def _check_format(fmt: Any, arrays: Sequence[Any], named: Mapping[str, Any]) -> 
         shown = f"{{{lacking[0]}}}" if lacking else "{}"
         got = [f"by position: {len(arrays)}; by name: {', '.join(named) or 'none'}"]
         raise LayoutError(f"no value fills {shown}.", call=call, got=got, advice=advice)
+    used = {str(i) for i in range(roots.count(""))} | set(roots)
+    if unused := given - used:
+        raise LayoutError(f"no braces show the value {sorted(unused)[0]}.", call=call, advice=advice)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd._trees.arguments import explained
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.comm._lax import once
 from spmd.comm._marks import mark, rearranged
@@ -198,6 +199,7 @@ def _targets(call: Call, operand: Operand, have: Mapping[str, Factor]) -> list[F
 # --- `einsum`: products and sums. The string says what becomes of the partial sums -----------------------------------
 
 
+@explained
 def einsum(*operands: Any, preferred_element_type: Any = None, precision: Any = None, **names: Any) -> jax.Array:
     """Multiply arrays and sum over the dimensions that the right side leaves out.
 

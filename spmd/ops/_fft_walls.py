@@ -187,7 +187,7 @@ def _taken(x: Any, at: Any) -> Any:
 
 
 @explained
-def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
+def fftfreq(layout: str, /, d: float | jax.Array = 1.0, **names: Any) -> jax.Array:
     """The sample frequencies of a transformed dimension. Each device has those of its own block: `fftfreq("ky/a")`.
 
     Communication: none.
@@ -218,7 +218,7 @@ def fftfreq(layout: str, /, d: Any = 1.0, **names: Any) -> jax.Array:
 
 
 @explained
-def rfftfreq(layout: str, /, n: int, d: Any = 1.0, *, pad: bool = False, **names: Any) -> jax.Array:
+def rfftfreq(layout: str, /, n: int, d: float | jax.Array = 1.0, *, pad: bool = False, **names: Any) -> jax.Array:
     """The frequencies that `rfft` keeps of a dimension of n samples: `rfftfreq("kz", 64)`.
 
     Communication: none.

@@ -20,7 +20,7 @@ from spmd._python.named import ByName
 from spmd._trees.leaves import kind_of
 from spmd.comm import _lax
 from spmd.comm._keywords import check_array, misfit
-from spmd.errors import LayoutError, ReplicationError
+from spmd.errors import LayoutError, ReplicationError, is_int
 from spmd.language import Layout, axes_code, check_axes
 from spmd.modes import Frame, current_frame, try_frame
 
@@ -74,10 +74,13 @@ def value_and_grad(
     return _differentiated("value_and_grad", fn, argnums, loss, has_aux)
 
 
-def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bool) -> Callable[..., Any]:
+def _check_function(name: str, fn: Any, what: str, advice: str) -> None:
     if not callable(fn):
-        rule = f"{name} takes a function to a scalar loss, not {kind_of(fn)}."
-        raise LayoutError(rule, call=f"{name}(...)", advice=f"as in {name}(loss_fn)(w)")
+        raise LayoutError(f"{name} takes {what}, not {kind_of(fn)}.", call=f"{name}(...)", advice=advice)
+
+
+def _differentiated(name: str, fn: Any, argnums: Argnums, loss: str, has_aux: bool) -> Callable[..., Any]:
+    _check_function(name, fn, "a function to a scalar loss", f"as in {name}(loss_fn)(w)")
     marked = _loss_axes(loss, name)
     text = _text(name, fn, loss)
 
@@ -269,6 +272,10 @@ class custom_vjp(ByName):
     """
 
     def __init__(self, fn: Callable[..., Any], nondiff_argnums: Sequence[int] = ()):
+        _check_function("custom_vjp", fn, "a function of arrays", "as in custom_vjp(fn), and then its defvjp(fwd, bwd)")
+        if not isinstance(nondiff_argnums, Sequence) or not all(map(is_int, nondiff_argnums)):
+            rule = f"nondiff_argnums has the places of arguments, not {kind_of(nondiff_argnums)}."
+            raise LayoutError(rule, call="custom_vjp(...)", advice="nondiff_argnums=(0,) for the first one")
         self.nondiff = tuple(nondiff_argnums)
         self._python = inspect.signature(fn)
 

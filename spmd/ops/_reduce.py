@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from spmd import _compat
+from spmd._trees.arguments import explained
 from spmd.comm import _lax
 from spmd.comm._call import Call, Factor, Operand, open_call
 from spmd.errors import Fix, LayoutError, did_you_mean, not_one_of
@@ -218,6 +219,7 @@ Op = Literal["sum", "mean", "max", "min", "prod", "any", "all", "logsumexp"]
 LINEAR = ("sum", "mean")
 
 
+@explained
 def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     """Reduce the dimensions that the right side leaves out, over the whole array.
 
@@ -241,7 +243,7 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
       pattern: `"layout -> layout"`. A sum or mean takes `{U:axis}` on both sides.
       op: "sum", "mean" (divides by the global count), "max", "min" (ties share the gradient equally, as in `jnp.max`),
         "prod", "any", "all" or "logsumexp". If an element is NaN, so is the result. Only max and min over a divided
-        dimension are then inf and -inf, because collectives drop NaN; in auto mode the compiler drops it.
+        dimension are then inf and -inf, because collectives drop NaN. A `jnp.max` in auto mode drops it (XLA on CPU).
       **names: Sizes (`h=4`) or mesh axes (`tp="model"`, `tp=None` for no division) of names in the pattern.
 
     Returns:
@@ -309,6 +311,8 @@ class _Job:
         self.divisor = count if count < 2**31 else float(count)  # an int beyond int32 is not a number for JAX
         self.axes = call.frame.in_mesh_order(landing.all_axes)
         self.copies = copies
+        # whether the compiler divides what is reduced
+        self.compiled = call.frame.mode == "auto" and any(operand.factors[i].axes for i in self.dims)
         self.copy_count = call.frame.axis_size(self.copies)
         self.every = (*self.axes, *self.copies)
 
@@ -353,9 +357,9 @@ def inexact(x: Any) -> Any:
 
 
 def _extreme(name: str, x: Any, job: _Job) -> Any:
+    local, _, most = _EXTREMES[name]
     if not job.every:
-        local = jnp.max if name == "max" else jnp.min
-        return job.land_whole(local(x, axis=job.dims))
+        return job.land_whole(local(_heard(x, most) if job.compiled else x, axis=job.dims))
     if x.dtype == jnp.bool_:
         return _logical("any" if name == "max" else "all", x, job)
     run = _global_extreme if jnp.issubdtype(x.dtype, jnp.inexact) else _primal_extreme
@@ -363,11 +367,16 @@ def _extreme(name: str, x: Any, job: _Job) -> Any:
 
 
 def _primal_extreme(x: Any, name: str, dims: Dims, axes: Axes) -> Any:
-    local, collective, most = (jnp.max, _lax.pmax, jnp.inf) if name == "max" else (jnp.min, _lax.pmin, -jnp.inf)
-    part = jax.lax.stop_gradient(local(x, axis=dims))
-    if jnp.issubdtype(x.dtype, jnp.inexact):  # a compiled maximum of devices may drop NaN, and no infinity
-        part = jnp.where(jnp.isnan(part), jnp.asarray(most, x.dtype), part)
-    return collective(part, axes)
+    local, collective, most = _EXTREMES[name]
+    return collective(_heard(jax.lax.stop_gradient(local(x, axis=dims)), most), axes)
+
+
+_EXTREMES = {"max": (jnp.max, _lax.pmax, jnp.inf), "min": (jnp.min, _lax.pmin, -jnp.inf)}
+
+
+def _heard(x: Any, most: float) -> Any:
+    """An infinity for NaN: a compiled maximum of devices may drop NaN, and no infinity."""
+    return jnp.where(jnp.isnan(x), jnp.asarray(most, x.dtype), x) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
 
 _global_extreme = jax.custom_jvp(_primal_extreme, nondiff_argnums=(1, 2, 3))

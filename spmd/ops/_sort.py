@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from spmd._trees.arguments import explained
 from spmd._trees.leaves import not_int
 from spmd.comm import _lax
 from spmd.errors import SizeError
@@ -24,6 +25,7 @@ Held = tuple[Any, ...]  # one device's block of keys (the elements and, if ties 
 def sort(x: Any, layout: str, /, *, descending: bool = ..., payload: None = None, **names: Any) -> jax.Array: ...
 @overload
 def sort(x: Any, layout: str, /, *, descending: bool = ..., payload: T, **names: Any) -> tuple[jax.Array, T]: ...
+@explained
 def sort(x: Any, layout: str, /, *, descending: bool = False, payload: Any = None, **names: Any) -> Any:
     """The elements in order along the dimension in brackets: `sort(x, "[s/cp] d")`.
 

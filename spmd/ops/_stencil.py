@@ -12,6 +12,7 @@ from jax import lax
 from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
 from spmd.comm._call import Call, Operand, open_call
+from spmd.comm._keywords import as_array
 from spmd.errors import LayoutError, SizeError
 from spmd.language import Layout
 from spmd.modes import inner
@@ -161,7 +162,7 @@ def convolve(x: Any, weights: Any, layout: str, /, *, edge: Any = "zero", **name
     call, operand = one.call, one.operand
     src = operand.layout
     edges = read_edges(call, edge, (src,), [d for d in src.dims if d.bracket])
-    weights = jnp.asarray(weights)
+    weights = as_array(weights, "the array of weights", call.fail)
     marked = [i for i, d in enumerate(src.dims) if d.bracket]
     _check_weights(call, weights, marked, operand)
     plain = src.without_brackets()

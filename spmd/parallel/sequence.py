@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from spmd import all_to_all, axis_size, iota, ppermute, rearrange, scope, size
+from spmd._trees.arguments import explained
 from spmd.comm._marks import ordered
 from spmd.errors import SizeError, check_one_of
 from spmd.language import Axes
@@ -17,6 +18,7 @@ Placement = Literal["contiguous", "zigzag", "striped"]
 PLACEMENTS = get_args(Placement)
 
 
+@explained
 @scope
 def sequence_order(length: int, parts: int, placement: Placement) -> np.ndarray:
     """The order of a sequence that is then divided in equal blocks, for data on the host.

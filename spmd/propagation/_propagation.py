@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from spmd._trees.arguments import explained
 from spmd._trees.leaves import is_array
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
-from spmd.errors import MeshError, SpmdError
+from spmd.errors import LayoutError, MeshError, SpmdError
 from spmd.inspect._check import listing
 from spmd.inspect._collectives import axes_text, by_part, counts_by_kind, grouped
 from spmd.inspect._program import check_mesh, is_input, meshes_of_jaxpr, names_of_inputs, of_arrays, stage, under
@@ -288,7 +288,13 @@ def _row(ones: Sequence[Move]) -> Row:
 
 
 @explained
-def propagate(fn: Any, *args: Any, mesh: Any = None, layouts: Any = None, **kwargs: Any) -> Propagation:
+def propagate(
+    fn: Callable[..., Any],
+    *args: Any,
+    mesh: Any = None,
+    layouts: str | Sequence[str | Layout | None] | None = None,
+    **kwargs: Any,
+) -> Propagation:
     """Return where the compiler lets each value of a program lie, and each change of layout that this needs.
 
     The program is traced and lowered. Then the passes run by which XLA's partitioner, Shardy, divides it: they spread
@@ -399,6 +405,12 @@ def trace(
     kind = is_array if hasattr(fn, "trace") else is_input  # the numbers of a jitted function may be static
     inner, args, kwargs = of_arrays(fn, args, kwargs, kind)
     arrays, structure = jax.tree.flatten((args, kwargs))
+    if layouts and len(layouts) != len(arrays):
+        rule = "each array has its layout, or None."
+        got = [f"arrays: {len(arrays)}", f"layouts: {len(layouts)}"]
+        raise LayoutError(
+            rule, call="propagate(..., layouts=)", got=got, advice="None for an array that a constraint places"
+        )
     given = tuple(_placed(x, layout, mesh) for x, layout in zip(arrays, layouts or [None] * len(arrays), strict=True))
     args, kwargs = jax.tree.unflatten(structure, given)
     program = stage("propagate", inner, args, kwargs, mesh)

@@ -127,7 +127,7 @@ def test_each_right_call_of_the_benchmark_is_right(mesh, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("seed", seeds())
 def test_few_random_wrong_calls_end_in_raw_errors(seed):
-    """Before: 6.4 of a hundred, at 59 places. Now 2.9."""
+    """Before: 6.4 of a hundred, at 59 places. Now 1.1, at 23."""
     found = list(wrong_calls.raw_calls(800, seed))
     raw = [f"{one.seed} {wrong_calls.place_of(one.error)}" for one in found if one is not None]
-    assert len(raw) <= 40, raw
+    assert len(raw) <= 20, raw

@@ -1,10 +1,12 @@
-"""Random bodies with loops over divided dimensions, gradients inside, and sizes of shards, each beside plain JAX.
+"""Random bodies with loops, scans and rings over divided dimensions, gradients inside, sizes of shards, and conditions,
+each beside plain JAX.
 
 Nobody says of a body whether it is right: JAX runs it on all devices, unchecked, and the numbers are compared with those
 of plain JAX on whole arrays. Where they differ, the first call or `spmd.check` must say so; where they agree, the first
 call must not refuse the body, and `spmd.check` must not call it wrong.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ class Random(NamedTuple):
     plain: Callable[..., Any]
     args: tuple[np.ndarray, ...]
     mesh: dict[str, int]
+    more: tuple[tuple[np.ndarray, ...], ...] = ()  # other arguments that it has to be right for
 
 
 def around(loop: str, axis: str, fn: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -212,7 +215,96 @@ def scans(c: Choices) -> Random:
     return Random(f"a scan of {rows} in {levels} levels, {how}", f"{rows} i j -> {rows} i j", body, plain, (x,), mesh)
 
 
-FAMILIES = (loops, gradients, per_sample, sizes, scans)
+def rings(c: Choices) -> Random:
+    """Blocks that travel around a ring: as a dimension that is made or given, or without one, as whole arrays have none."""
+    n, blocks = int(c.choice((2, 1, 4))), c.choice(("made", "given", ""))
+    left, by = c.choice((0, 0, 1)), c.choice((1, -1))  # rounds that are left out
+    left = left if n > 1 else 0
+    meet = c.choice((
+        lambda x, y: x * y.sum(-2, keepdims=True),
+        lambda x, y: jnp.einsum("...id,...jd->...i", jnp.sin(x), y)[..., None] * x,
+        lambda x, y: x * 0 + jnp.tanh(y).sum(-2, keepdims=True),
+    ))  # fmt: skip
+    loop = c.choice(("scan", "fori_loop", "python"))
+    rows, turned = "c/a l d" if blocks == "given" else "n/a d", "[c/a] l d" if blocks else "[n/a] d"
+
+    def body(x: Any) -> Any:
+        if blocks != "made":
+            return around_once(x)
+        parts = spmd.rearrange(x, "(c l)/a d -> c/a l d", c=spmd.axis_size("a"))
+        return spmd.rearrange(around_once(parts), "c/a l d -> (c l)/a d")
+
+    def around_once(x: Any) -> Any:
+        step = by if blocks else by * x.shape[0]
+
+        def once(total: Any, y: Any) -> Any:
+            return total + meet(x, y), spmd.shift(y, turned, step)
+
+        state, rounds = (jnp.zeros_like(x), x), spmd.axis_size("a") - left
+        if loop == "scan":
+            return lax.scan(lambda s, _: (once(*s), None), state, length=rounds)[0][0]
+        if loop == "fori_loop":
+            return lax.fori_loop(0, rounds, lambda _, s: once(*s), state)[0]
+        for _ in range(rounds):
+            state = once(*state)
+        return state[0]
+
+    def plain(x: Any) -> Any:
+        parts = x.reshape(n, -1, x.shape[-1])
+        return sum(meet(parts, jnp.roll(parts, r, 0)) for r in range(n)).reshape(x.shape)
+
+    x = normal(c, *((n, 3) if blocks == "given" else (3 * n,)), 4)
+    text = f"a ring of {rows}, {blocks or 'no'} blocks, by {loop}, {left} rounds less"
+    return Random(text, f"{rows} -> {rows}", body, plain, (x,), {"a": n})
+
+
+def conditions(c: Choices) -> Random:
+    """A choice that depends on numbers of the whole array, or by mistake on those of one shard."""
+    mesh = {"dp": int(c.choice((2, 1, 4)))}
+    rows, whole, bound = c.choice(("b/dp", "b")), c.choice((False, True)), np.float32(c.choice((3.0, 0.5, 40.0, 1e4)))
+    measure, reduction = c.choice((
+        (lambda x: x.sum(), lax.psum),
+        (lambda x: jnp.abs(x).max(), lax.pmax),
+        (lambda x: jnp.sqrt((x * x).sum()), lambda part, axes: jnp.sqrt(lax.psum(part**2, axes))),
+        (lambda x: bound * (~jnp.isfinite(x).all() | (x.max() > bound)).astype(x.dtype) * 2, lax.pmax),
+    ))  # fmt: skip
+    how = c.choice(tuple(TAKEN))
+
+    def body(x: Any) -> Any:
+        over = whole and rows == "b/dp"
+        return TAKEN[how](x, lambda y: reduction(measure(y), "dp") if over else measure(y), bound)
+
+    x = normal(c, 3 * mesh["dp"], 4)
+    uneven = np.where(np.arange(len(x))[:, None] < len(x) // 2, x, 50 * x)
+    more = tuple(
+        (one.astype(np.float32),) for one in (x / 100, x * 100, uneven, uneven[::-1] / 40, uneven * 1e3, uneven * -1e5)
+    )
+    text = f"{how} by {'all' if whole else 'one shard'} of {rows}, at {bound}"
+
+    def plain(x: Any) -> Any:  # what stands for itself alone has no kernel around it
+        return TAKEN[how.removeprefix("spmd.")](x, measure, bound)
+
+    return Random(text, f"{rows} d -> {rows} d", body, plain, (x,), mesh, more)
+
+
+def halved(x: Any, of: Callable[..., Any], bound: Any) -> Any:
+    """An array that is halved until a number is small."""
+    until = lambda state: (of(state[0]) > bound) & (state[1] < 9)
+    return lax.while_loop(until, lambda state: (state[0] / 2, state[1] + 1), (x, jnp.int32(0)))[0]
+
+
+TAKEN: dict[str, Callable[..., Any]] = {
+    "where": lambda x, of, bound: jnp.where(of(x) > bound, x / 2, x),
+    "minimum": lambda x, of, bound: x * jnp.minimum(1, bound / (of(x) + 1e-3)),
+    "maximum": lambda x, of, bound: x / jnp.maximum(of(x), bound),
+    "product": lambda x, of, bound: x * (of(x) > bound).astype(x.dtype),
+    "sign": lambda x, of, bound: x * jnp.sign(of(x) - bound),
+    "cond": lambda x, of, bound: lax.cond(of(x) > bound, lambda x: x / 2, lambda x: x, x),
+    "spmd.cond": lambda x, of, bound: spmd.cond(of(x) > bound, lambda x: x / 2, lambda x: x, x),
+    "switch": lambda x, of, bound: lax.switch((of(x) > bound).astype(int), [lambda x: x, lambda x: x / 2], x),
+    "while_loop": halved,
+}  # fmt: skip
+FAMILIES = (loops, gradients, per_sample, sizes, scans, rings, conditions)
 
 
 def normal(c: Choices, *shape: int) -> np.ndarray:
@@ -222,13 +314,16 @@ def normal(c: Choices, *shape: int) -> np.ndarray:
 def wider(one: Random) -> Random:
     """The same on a mesh whose axes of one device have two: there a check looks too, and may find what is right here."""
     mesh = {axis: max(2, devices) for axis, devices in one.mesh.items()}
-    args = []
-    for x, layout in zip(one.args, one.pattern.partition("->")[0].split(","), strict=True):
+    layouts = one.pattern.partition("->")[0].split(",")
+
+    def longer(x: np.ndarray, layout: str) -> np.ndarray:
         for at, dim in enumerate(spmd.Layout(layout).dims):
             if any(one.mesh[axis] == 1 for axis in dim.axes):
                 x = np.concatenate([x, np.float32(1.25) * np.flip(x, at)], at)
-        args.append(x)
-    return one._replace(mesh=mesh, args=tuple(args))
+        return x
+
+    args, *more = [tuple(map(longer, args, layouts)) for args in (one.args, *one.more)]
+    return one._replace(mesh=mesh, args=args, more=tuple(more))
 
 
 def held(one: Random) -> tuple[list[np.ndarray], bool]:
@@ -246,18 +341,30 @@ def copies_agree(out: jax.Array) -> bool:
     )
 
 
+def right(one: Random) -> bool:
+    """Whether the devices compute what plain JAX does of whole arrays, for all of the arguments."""
+    return all(agrees(one._replace(args=args)) for args in (one.args, *one.more))
+
+
 def agrees(one: Random) -> bool:
-    """Whether the devices compute what plain JAX does of whole arrays."""
     wanted = [np.asarray(y, np.float64) for y in jax.tree.leaves(one.plain(*map(jnp.asarray, one.args)))]
     got, equal = held(one)
-    return (
-        equal
-        and len(got) == len(wanted)
-        and all(
-            x.shape == y.shape and np.allclose(x, y, rtol=1e-4, atol=1e-4 * max(1.0, float(np.abs(y).max(initial=0))))
-            for x, y in zip(got, wanted, strict=True)
-        )
-    )
+    return equal and len(got) == len(wanted) and all(map(close, got, wanted))
+
+
+def close(x: Any, y: Any) -> bool:
+    largest = max(1.0, float(np.abs(y[np.isfinite(y)]).max(initial=0)))
+    return x.shape == y.shape and np.allclose(x, y, rtol=1e-4, atol=1e-4 * largest, equal_nan=True)
+
+
+def another_reference(one: Random, kernel: Any) -> bool:
+    """Whether reference mode gives other numbers than the devices, and says nothing."""
+    got, _ = held(one)
+    try:
+        whole = [np.asarray(y, np.float64) for y in jax.tree.leaves(kernel.reference(*one.args))]
+    except spmd.errors.SpmdError:
+        return False
+    return len(got) != len(whole) or not all(map(close, got, whole))
 
 
 def judged(c: Choices) -> tuple[str, str]:
@@ -268,23 +375,29 @@ def judged(c: Choices) -> tuple[str, str]:
     """
     one = c.choice(FAMILIES)(c)
     try:
-        same = agrees(one)
+        same = right(one)
     except spmd.errors.SpmdError:
         return one.text, "refused while traced"
     kernel = spmd.kernel(one.pattern, mesh=spmd.make_mesh(**one.mesh))(one.body)
-    try:
-        kernel.trace(*one.args)
-        first = ""
-    except spmd.errors.ReplicationError as error:
-        first = ", ".join(finding.kind for finding in error.findings)
-    findings = [finding.kind for finding in spmd.check(kernel, *one.args)]
-    if same and not first and "numbers" in findings and not agrees(wider(one)):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            kernel.trace(*one.args)
+            first = ""
+        except spmd.errors.ReplicationError as error:
+            first = ", ".join(finding.kind for finding in error.findings)
+        checked = spmd.check(kernel, *one.args)
+    findings, known = [finding.kind for finding in checked], checked.verdict.kind in ("proved", "tested")
+    if same and not first and findings and 1 in one.mesh.values() and not right(wider(one)):
         return one.text, "check, with more devices"
     if same:
         meant = {"closed"}  # nobody wrote what it moves, and that its numbers are right is an accident
         assert set(filter(None, first.split(", "))) <= meant and set(findings) <= meant, (
             f"{one.text}: an alarm, {first or findings}"
         )
-        return one.text, "closed" if first else "right"
-    assert first or findings, f"{one.text}: other numbers, and no finding"
-    return one.text, "first call" if first else "check"
+        assert first or not known or not another_reference(one, kernel), f"{one.text}: {checked}, and another reference"
+        return one.text, "closed" if first else "right" if known else "right, and not tested"
+    if first or findings:
+        return one.text, "first call" if first else "check"
+    assert told or not known or checked.verdict.unreached, f"{one.text}: other numbers, and no finding"
+    return one.text, "a warning" if told else "named by the verdict"

@@ -195,6 +195,16 @@ def test_check_finds_it_too(name):
     ] * 2
 
 
+@pytest.mark.parametrize(("name", "mode"), share([(name, mode) for name in WRONG for mode in MODES[1:]]))
+def test_check_finds_it_where_arrays_are_whole(name, mode):
+    program = WRONG[name]
+    if mode in program.modes:
+        run = getattr(program.kernel(), mode)
+        for step in (run, jax.jit(run)):
+            found = spmd.check(step, *program.structs())
+            assert [(one.kind, one.certain) for one in found] == [("name", True)] and found.verdict.kind == "wrong"
+
+
 @pytest.mark.parametrize("name", share(WRONG))
 def test_check_finds_it_in_a_training_step(name):
     """What JAX keeps of a kernel for its derivative is given other arrays."""
@@ -314,11 +324,14 @@ def test_what_is_not_traced_at_other_sizes_may_be_meant(name, mode):
     program = UNDECIDED[name]
     with (
         spmd.mode(mode),
-        pytest.warns(UserWarning, match="(?s)is what the string calls.*body fails.*Numbers do not tell"),
+        pytest.warns(
+            UserWarning, match="(?s)^meant by this name.*is what the string calls.*body fails.*Numbers do not tell"
+        ),
     ):
         program.kernel().trace(*program.structs())
     [finding] = spmd.check(program.kernel(), *program.structs())
     assert (finding.kind, finding.certain) == ("name", False)
+    assert str(spmd.check(program.kernel(), *program.structs()).verdict).startswith("meant by this name? 1 finding: ")
     assert (
         f'"{program.said}" is what the string calls the dimensions, and they came as "{program.came}"' in finding.rule
     )
@@ -440,6 +453,14 @@ class Drawn:
 
         return spmd.kernel(signature, mesh=MESH)(body)
 
+    def judged(self, place: int, order: Sequence[str], mode: str) -> bool:
+        """Return whether other sizes refuse the program with the names of one string in another order. One size for all
+        names must say the same."""
+        kernel = self.kernel(place, order)
+        refused = self.fails(kernel, mode, 8, 16, 24) and not self.names_anew(place, order)
+        assert self.fails(kernel, mode, 8, 8, 8) == refused, (mode, place, order, self.signature, self.steps)
+        return refused
+
     def fails(self, kernel: Any, mode: str, *sizes: int) -> bool:
         """Return whether it is refused at these sizes."""
         long = dict(zip(self.names, sizes, strict=True))
@@ -456,12 +477,7 @@ class Drawn:
 @pytest.mark.parametrize("seed", seeds(30))
 def test_of_all_permutations_those_are_found_that_other_sizes_refuse(seed):
     program, mode = Drawn(seed), MODES[seed % len(MODES)]
-    wrong = 0
-    for place, order in itertools.product(program.strings(), itertools.permutations(NAMES)):
-        kernel = program.kernel(place, order)
-        refused = program.fails(kernel, mode, 8, 16, 24) and not program.names_anew(place, order)
-        assert program.fails(kernel, mode, 8, 8, 8) == refused, (mode, place, order, program.signature, program.steps)
-        wrong += refused
-    assert wrong > 0
+    every = itertools.product(program.strings(), itertools.permutations(NAMES))
+    assert sum([program.judged(place, order, mode) for place, order in every]) > 0
     renamed = [Drawn(seed, order) for order in itertools.permutations(NAMES)]
     assert not any(one.fails(one.kernel(), mode, 8, 8, 8) for one in renamed), "names alone mean nothing"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.checker import random_programs
@@ -27,15 +29,21 @@ def test_each_family_has_right_and_wrong_programs(monkeypatch: pytest.MonkeyPatc
             pytest.fail(f"{family.__name__}: {outcomes}")
 
 
+class Findings(list[Any]):
+    """What a checker says that is sure of itself."""
+
+    verdict = type("Verdict", (), {"kind": "proved", "unreached": ()})
+
+
 def test_a_judge_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checker, wrong programs have no finding; and with one that says too much, right ones have."""
     monkeypatch.setattr(random_programs, "FAMILIES", (random_programs.sizes,))
     seed = next(seed for seed in range(50) if judged(Choices(seed))[1] == "check")
     right = next(seed for seed in range(50) if judged(Choices(seed))[1] == "right")
-    monkeypatch.setattr(random_programs.spmd, "check", lambda *args: [])
+    monkeypatch.setattr(random_programs.spmd, "check", lambda *args: Findings([]))
     with pytest.raises(AssertionError, match="no finding"):
         judged(Choices(seed))
     finding = type("Finding", (), {"kind": "layout"})
-    monkeypatch.setattr(random_programs.spmd, "check", lambda *args: [finding])
+    monkeypatch.setattr(random_programs.spmd, "check", lambda *args: Findings([finding]))
     with pytest.raises(AssertionError, match="an alarm"):
         judged(Choices(right))

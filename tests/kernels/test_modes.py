@@ -1,5 +1,6 @@
 """Modes and mappings: what retraces, and what one body means under several."""
 
+import concurrent.futures
 import functools
 
 import jax
@@ -246,13 +247,13 @@ MEETS = {  # what a row makes of a block, how it is put together, and what that 
 }
 
 
-def ring(pattern, what, turn, rounds, by):
+def ring(pattern, what, turn, rounds, by, axis="a"):
     """A block for each device, which all devices see one after another: a dimension of the array, or not."""
     meet, join, _ = MEETS[what]
     meet = jax.vmap(meet) if "c/a" in pattern else meet
 
     def body(x):
-        n = spmd.axis_size("a")
+        n = spmd.axis_size(axis)
         x = spmd.rearrange(x, turn, c=n) if turn else x
 
         def step(carry, _):
@@ -321,6 +322,21 @@ def test_a_mean_over_devices(mesh, blocks):
         mean.reference(X)
     with spmd.mode("auto"), pytest.raises(ModeError, match="spmd.reduce"):
         mean(X)
+
+
+def test_calls_of_one_kernel_in_several_threads_have_their_own_numbers(mesh):
+    """What a refusal says of the numbers of a call is said of that call, whichever others run meanwhile."""
+    kernel = spmd.kernel("n/dp m -> n/dp m", mesh=mesh)(ring("[n/dp] m", "sum", "", "all", 1, "dp"))
+
+    def told(x):
+        with pytest.raises(ModeError) as caught:
+            kernel.reference(x)
+        return str(caught.value)
+
+    given = [np.float32(10**i) * X for i in range(4)]
+    alone = [told(x) for x in given]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert [*pool.map(told, given)] == alone and len({*alone}) == 4
 
 
 def test_a_check_that_is_off_does_not_ask_what_modes_mean(mesh):

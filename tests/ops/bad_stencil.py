@@ -122,6 +122,7 @@ bad(
         SAME, stencil.stencil(lambda u: u, "1+b/dp+1 d -> b/dp d"), mesh
     ),
     a_stencil_without_a_function=lambda mesh: body(SAME, lambda x: stencil.stencil(x, "1+b/dp+1 d -> b/dp d"), mesh),
+    weights_that_are_no_array=lambda mesh: body("x/dp -> x/dp", lambda x: stencil.convolve(x, {}, "[x/dp]"), mesh, V),
     weights_of_another_rank=lambda mesh: body(
         "x/dp -> x/dp", lambda x: stencil.convolve(x, jnp.ones((3, 3)), "[x/dp]"), mesh, V
     ),

@@ -24,6 +24,7 @@ IDS = jnp.zeros((4, 8), jnp.int32)
 NAMES = vars(spmd.ops) | {
     "jax": jax,
     "jnp": jnp,
+    "np": np,
     "random": spmd.random,
     "key": jax.random.key(0),
     "x": jnp.ones((8, 8)),

@@ -8,6 +8,7 @@ import spmd
 from tests.errors.registry import X, bad, fixed
 
 bad(
+    layouts_of_fewer_arrays=lambda mesh: spmd.propagate(jnp.add, X, X, mesh=mesh, layouts="b/dp d"),
     a_plan_without_a_mesh=lambda mesh: spmd.propagate(jnp.sin, X),
     a_plan_of_what_was_traced=lambda mesh: spmd.propagate(jax.jit(jnp.sin).trace(X)),
 )
