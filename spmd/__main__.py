@@ -168,10 +168,7 @@ def _add_search(commands: Any) -> None:
     search.add_argument("--devices", type=_positive, required=True, help="the number of devices")
     search.add_argument("--axes", default=axes, help=f"mesh axes (default {axes})")
     search.add_argument("--hardware", metavar="NAME", required=True, help="a profile, such as h100 or tpu-v5p")
-    part = default["memory"]
-    search.add_argument("--memory", type=float, default=part, help=f"the part of the memory to use (default {part})")
     search.add_argument("--choice", action="append", default=[], metavar="NAME=V,...", help="of build: micro=8,16")
-    search.add_argument("--overlap", default="", metavar="AXES", help="whose collectives run beside compute: dp,fsdp")
     top = default["top"]
     search.add_argument("--top", type=_positive, default=top, help=f"how many rows are certain (default {top})")
     search.add_argument("--most", type=_positive, help="the most meshes to trace")

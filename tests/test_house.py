@@ -26,8 +26,8 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2203,
-    "_cli": 385,
+    ".": 2188,
+    "_cli": 380,
     "_jaxprs": 925,
     "_processes": 295,
     "_python": 227,
@@ -39,14 +39,14 @@ BUDGET = {
     "haliax": 340,
     "inspect": 3910,
     "kernels": 2080,
-    "language": 1543,
+    "language": 1536,
     "nn": 1020,
-    "ops": 4100,
-    "parallel": 2595,
+    "ops": 4120,
+    "parallel": 2580,
     "porting": 908,
     "propagation": 2050,
     "searcher": 430,
-    "testing": 746,
+    "testing": 750,
 }
 SLACK = 50  # lines that a room may be below its budget
 

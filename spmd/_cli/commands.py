@@ -145,11 +145,10 @@ def run_search(options: Any) -> int:
             rule = f"--choice takes a name with values, not '{word}'."
             raise SpmdError(rule, call=f"--choice {word}", advice="as in --choice micro=8,16")
         choices[name] = [int(value) if value.isdecimal() else value for value in values.split(",")]
-    axes, overlap = ([one for one in text.split(",") if one] for text in (options.axes, options.overlap))
-    limits = {"memory": options.memory, "top": options.top, "most": options.most}
-    words = {"devices": options.devices, "axes": axes, "hardware": options.hardware, **limits}
+    axes = [one for one in options.axes.split(",") if one]
+    words = {name: getattr(options, name) for name in ("devices", "hardware", "top", "most")}
     with shown_if_slow(f"searching {options.program}") as progress:
-        found = search(builder(options.program), **words, choices=choices, overlap=overlap, progress=progress)
+        found = search(builder(options.program), **words, axes=axes, choices=choices, progress=progress)
     _print(_json(found.to_dict()) if options.json else str(found))
     return 0
 

@@ -154,7 +154,7 @@ def along(
         call.complete(f"{name} of a partial sum is not {name} of its parts: psum first.")
     one = Along(call, call.operand(x))
     if alone or most == 1:
-        check_ungrouped(call)
+        _check_ungrouped(call)
     dims = one.dims
     if not dims or (most is not None and len(dims) > most):
         last = src.dims[-1].short if src.dims else "k"
@@ -168,7 +168,7 @@ def along(
     return one
 
 
-def check_ungrouped(call: Call) -> None:
+def _check_ungrouped(call: Call) -> None:
     """Check that each dimension in brackets has one name. One name does for `[(x y)/a]`, which is one dimension, unless
     an axis divides a factor inside of it."""
     sides = call.pattern.inputs, call.pattern.outputs

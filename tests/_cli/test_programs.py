@@ -277,7 +277,7 @@ def test_a_search_is_a_table_or_json(run, program, tmp_path):
     status, out, err = run(*words, "--choice", "f=16,12")
     assert (status, err) == (0, "") and out.startswith("8 devices over dp, tp on h100")
     assert "8 candidates, 4 traced" in out and "4 impossible, says build" in out and "f=16" in out
-    status, out, _ = run(*words, "--json", "--top", "1", "--most", "2", "--overlap", "dp", "--memory", "0.5")
+    status, out, _ = run(*words, "--json", "--top", "1", "--most", "2")
     found = json.loads(out)
     assert (status, found["traced"], found["untraced"], found["proven"]) == (0, 2, 2, False)
 
