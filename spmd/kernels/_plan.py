@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd._jaxprs.facts import Apart, KernelName, Leaf
 from spmd._processes.copies import compared
-from spmd._trees.leaves import held_dtype
+from spmd._trees.leaves import held_dtype, is_array
 from spmd.checker import Trial, check_jaxpr, check_names, closed_rows, numbers_asked, tried
 from spmd.checker._arbiter import collecting, for_numbers, is_traced
 from spmd.checker._arguments import Names, smaller
@@ -567,6 +567,7 @@ def trial_of(plan: Any, leaves: Sequence[Any], **asked: Any) -> Trial:
       leaves: Its arguments, or what has their shapes.
       **asked: What `tried` is asked.
     """
+    leaves = [x if is_array(x) else np.asarray(x, jax.dtypes.canonicalize_dtype(type(x))) for x in leaves]
     most = 4 if math.prod(plan.sizes.values()) > _DEVICES else math.inf
     small = {axis: int(min(max(n, 2), most)) for axis, n in plan.sizes.items()}
     mesh = with_sizes(plan.mesh, {**small, **dict.fromkeys(plan.left, 1)})

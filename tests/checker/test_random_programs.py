@@ -38,6 +38,7 @@ class Findings(list[Any]):
 def test_a_judge_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checker, wrong programs have no finding; and with one that says too much, right ones have."""
     monkeypatch.setattr(random_programs, "FAMILIES", (random_programs.sizes,))
+    monkeypatch.setattr(random_programs, "ASKED", "types")
     seed = next(seed for seed in range(50) if judged(Choices(seed))[1] == "check")
     right = next(seed for seed in range(50) if judged(Choices(seed))[1] == "right")
     monkeypatch.setattr(random_programs.spmd, "check", lambda *args: Findings([]))

@@ -121,6 +121,22 @@ def test_a_kernel_is_asked_as_the_environment_says(monkeypatch: pytest.MonkeyPat
         make(wrong)(x)
 
 
+@pytest.mark.parametrize("asked", ["quick", "full"])
+def test_arguments_may_be_numbers_of_python(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone, in a tree, and under `jit`; integers, booleans and complex ones too."""
+    monkeypatch.setenv("SPMD_CHECK", asked)
+    x, mesh = jnp.ones((4, 8)), spmd.make_mesh(dp=2)
+    made = spmd.kernel(in_layouts=("b/dp d", ""), out_layouts="b/dp d", mesh=mesh)
+    for number in (0.5, 3, True, 2j):
+        kernel = made(lambda x, rate: x + jnp.real(jnp.asarray(rate)).astype(x.dtype))
+        for run in (kernel, jax.jit(kernel), kernel.trace):
+            run(x, number)
+    tree = spmd.kernel(in_layouts=("b/dp d", {"rate": ""}), out_layouts="b/dp d", mesh=mesh)
+    np.testing.assert_allclose(tree(lambda x, how: x * how["rate"])(x, {"rate": 0.5}), x / 2)
+    with pytest.raises(spmd.errors.ReplicationError):
+        made(lambda x, rate: x * rate / x.shape[0])(x, 0.5)
+
+
 def test_a_print_in_a_body_prints_once(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Traces at other sizes are nobody's business."""
     monkeypatch.setenv("SPMD_CHECK", "quick")
