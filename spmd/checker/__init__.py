@@ -21,13 +21,14 @@ from spmd.checker._api import (
 from spmd.checker._arbiter import Trial, tried
 from spmd.checker._dataflow import Rules, rules
 from spmd.checker._finding import Finding
-from spmd.checker._findings import Findings, early
+from spmd.checker._findings import Findings, NotShownWarning, early
 from spmd.checker._verdict import Verdict
 
 __all__ = [
     "ASKED",
     "Finding",
     "Findings",
+    "NotShownWarning",
     "OutputFacts",
     "Rules",
     "Trial",

@@ -245,6 +245,7 @@ class _Turn(NamedTuple):
       loose: Whether given numbers are replaced by others, which may not be sorted, or a mask.
       driven: Whether they were made to take another side of a choice.
       finite: Whether all numbers are finite.
+      beyond: Whether integers are negative that may be places: what differs then tells nothing.
     """
 
     draws: Sequence[list[Any]]
@@ -252,6 +253,7 @@ class _Turn(NamedTuple):
     loose: bool = False
     driven: bool = False
     finite: bool = True
+    beyond: bool = False
 
 
 class _FailsWhole(NotSimulated):
@@ -328,7 +330,9 @@ class _Program:
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
             if not (differences or found.faults):
                 reach.add(found.taken, wanted)
-            if not (differences or found.faults) or (turn.driven and turn.loose):
+            if turn.beyond:
+                reach.see(found.taken)
+            if not (differences or found.faults) or (turn.driven and (turn.loose or turn.beyond)):
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
                 return Trial(sizes, why="a part of it is meant per shard")
@@ -436,7 +440,7 @@ class _Program:
                 return
             loose = not drive.keeps and any(self.fixed[i] for i in drive.places)
             for number, start in enumerate(starts[::_POSITIVE]):
-                turn = _Turn([drive.of(start)], ties=drive.ties, loose=loose, driven=True, finite=drive.finite)
+                turn = _Turn([drive.of(start)], drive.ties, loose, True, drive.finite, drive.beyond)
                 if number == 0 and not self._reaches(turn, reach, ours, quiet):
                     break
                 yield turn

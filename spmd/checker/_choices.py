@@ -39,6 +39,7 @@ class Choice(NamedTuple):
       needs: How many different answers each question has.
       forward: Whether it decides in the forward pass: backward the same numbers decide again.
       numbers: The numbers that stand at its line: what arguments may be compared with.
+      least: The smallest number with which anything is compared in the program, or 0.
     """
 
     what: str
@@ -47,6 +48,7 @@ class Choice(NamedTuple):
     needs: Mapping[str, int]
     forward: bool
     numbers: tuple[float, ...] = ()
+    least: float = 0.0
 
     def at(self, places: Sequence[int]) -> Choice:
         """The same choice of a program that takes its arguments in another order."""
@@ -211,12 +213,14 @@ INDEXED = {
     **dict.fromkeys(("scatter-max", "scatter_max"), slice(1, 2)),
 }
 
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
 # For each primitive that decides by value: the answers that some numbers give, and how many answers there are. A sort
 # whose equal elements cannot be told apart has none.
 CHOICES: dict[str, tuple[Answers, Needs]] = {
     "select_n": (_decided, lambda eqn: {SIDE: len(eqn.invars) - 1}),
     "cond": (_decided, lambda eqn: {SIDE: len(eqn.params["branches"])}),
-    **dict.fromkeys(("eq", "ne", "lt", "le", "gt", "ge", "is_finite"), (_answers, _always(side=2))),
+    **dict.fromkeys((*COMPARISONS, "is_finite"), (_answers, _always(side=2))),
     **dict.fromkeys(("and", "or", "reduce_and", "reduce_or"), (_answers, _of_flags)),
     **dict.fromkeys(("max", "min"), (_larger, _always(side=2))),
     "clamp": (_clamped, _always(side=3)),

@@ -33,6 +33,8 @@ class Drive(NamedTuple):
       finite: Whether numbers stay finite.
       ties: Whether numbers become equal, or zero.
       scales: Whether they become large or small.
+      beyond: Whether integers become negative, and the program compares nothing with such a number. They may be places,
+        which are not negative: what differs then says nothing.
     """
 
     places: Collection[int]
@@ -41,6 +43,7 @@ class Drive(NamedTuple):
     finite: bool = True
     ties: bool = False
     scales: bool = False
+    beyond: bool = False
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
         """The arguments, changed."""
@@ -65,7 +68,8 @@ def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:
         yield Drive(floats, lambda x: x + _half(_PARTS)(np.full(x.shape, -_PARTS)), scales=True)
     if ints:
         near = (y for x in numbers if x == int(x) for y in (x, x + 1, x - 1))
-        yield from (Drive(ints, _half(x)) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
+        least = min((0, *(one.least for one in aims)))
+        yield from (Drive(ints, _half(x), beyond=x < least) for x in dict.fromkeys((*near, 0, 1, 2, -1)))
         yield Drive(ints, lambda x: x % 2, ties=True)
     if flags:
         yield from (

@@ -19,6 +19,7 @@ from spmd.checker._choices import (
     APART,
     BEYOND,
     CHOICES,
+    COMPARISONS,
     INDEXED,
     LARGE,
     MANY,
@@ -175,7 +176,7 @@ class Reach:
         self._depends = depends  # for each result whether it is made of arguments
         self._asked = frozenset((SIDE, TIE, APART, BEYOND, LARGE))
         self._taken: dict[Key, set[Side]] = {}
-        self._seen: dict[Key, set[Side]] = {}  # by draws whose results are not finite
+        self._seen: dict[Key, set[Side]] = {}  # by draws whose results tell nothing
         self._bounds: list[tuple[Array, Array]] = []  # between which finite numbers each element of each result was
         self.captured: tuple[Captured, ...] = ()
 
@@ -197,18 +198,21 @@ class Reach:
         reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)], whole)
         outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
         at: dict[str, dict[float, None]] = {}
+        least = 0.0
         for eqn in equations(jaxpr) if reads.found else ():
             for atom in eqn.invars:
                 if isinstance(atom, Literal) and np.ndim(atom.val) == 0 and jnp.issubdtype(atom.aval.dtype, jnp.number):
                     number = float(np.real(atom.val))
                     at.setdefault(line_of(eqn), {}).update({number: None} if math.isfinite(number) else {})
+                    least = min(least, number) if eqn.primitive.name in COMPARISONS and math.isfinite(number) else least
         for (_, line), shapes in whole.items():
             at.setdefault(line, {}).update(dict.fromkeys(float(n - 1) for shape in shapes for n in shape))
         tables = (np.asarray(x) for _, x in reads.captured.values() if not is_key(x) and np.size(x) <= _FEW)
         known = (float(y) for x in tables if x.dtype.kind in "iuf" for y in x.flat if np.isfinite(y))
         everywhere = dict.fromkeys(x for some in (*at.values(), known) for x in some)
         found = {
-            key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},)) for key, one in reads.found.items()
+            key: one._replace(numbers=(*{**at.get(one.line, {}), **everywhere},), least=least)
+            for key, one in reads.found.items()
         }
         reach = cls(found, [any(i >= 0 for i in one.reads) for one in outs], results)
         real = lambda x: not is_key(x) and np.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.inexact)
@@ -229,6 +233,11 @@ class Reach:
         shown = all(not x.size or np.isfinite(x).any() for x in values[gradients:])
         for key, answers in more.items():
             (self._taken if shown else self._seen).setdefault(key, set()).update(answers)
+
+    def see(self, more: Mapping[Key, set[Side]]) -> None:
+        """Take in which sides a draw took whose results tell nothing."""
+        for key, answers in more.items():
+            self._seen.setdefault(key, set()).update(answers)
 
     def adds(self, more: Mapping[Key, set[Side]]) -> bool:
         """Return whether a draw shows more than those before."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ import numpy as np
 from spmd._jaxprs import errors as jax_errors
 from spmd._text import Table, bytes_text
 from spmd._trees.leaves import kind_of
-from spmd.checker import Findings
+from spmd.checker import Findings, NotShownWarning
 from spmd.checker._arguments import drawn
 from spmd.checker._finding import MEANT
 from spmd.checker._numbers import compared, labelled, pulled, rounded
@@ -237,7 +238,9 @@ class _Rewriting:
         """Return why a text with these edits, or its gradient, does not trace; "" if it does."""
         try:
             fn, args = self.again(loaded(f"{self.file.path} as kernels", self.text(edits)))
-            _trace(fn, args, grad)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NotShownWarning)  # `findings` has it
+                _trace(fn, args, grad)
         except Exception as error:  # whatever a program raises, the edit is taken back
             return jax_errors.first_line(error)
         return ""

@@ -25,9 +25,9 @@ from spmd._jaxprs.traces import FlatProgram
 from spmd._jaxprs.walker import equations, opened
 from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
+from spmd.checker import NotShownWarning
 from spmd.checker._arbiter import Trial, for_numbers
 from spmd.checker._arguments import drawn, smaller
-from spmd.checker._findings import NotShownWarning
 from spmd.checker._numbers import (
     BLOCKS,
     Cause,
