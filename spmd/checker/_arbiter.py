@@ -201,12 +201,12 @@ def tried(
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return too_large(sizes)
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes, given), Trial(sizes)
-    program.close, program.most = rtol or _CLOSE, _QUICK if quick else _MOST
-    if quick and not all(map(_is_open, arrays)):
-        program.turns.sort(key=lambda turn: not turn.ties)
+    program.close = rtol or _CLOSE
+    if quick:
+        program.be_quick(arrays)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
-    turns = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
-    turns = [(False, 1)] if once or quick else turns
+    every = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
+    turns = [(False, 1)] if once or quick else every
     for grad, draws in turns:
         try:
             trial = program.tried(grad, draws=draws)
@@ -302,6 +302,12 @@ class _Program:
         self.pulled: dict[Any, tuple[Any, _Form]] = {}
         self.forward: dict[Any, FlatProgram] = {} if traced is None else {(*sizes.items(), "explicit"): traced}
 
+    def be_quick(self, arrays: Sequence[Any]) -> None:
+        """Compute less, and try the given arguments first, if they have numbers."""
+        self.most = _QUICK
+        if not all(map(_is_open, arrays)):
+            self.turns.sort(key=lambda turn: not turn.ties)
+
     def tried(self, grad: bool, quiet: bool = False, draws: int | None = None) -> Trial:
         """Compare results, and gradients, for this many draws of the arguments, or for all."""
         self.grad, sizes = grad, self.sizes
@@ -330,8 +336,6 @@ class _Program:
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
             if not (differences or found.faults):
                 reach.add(found.taken, wanted)
-            if turn.beyond:
-                reach.see(found.taken)
             if not (differences or found.faults) or (turn.driven and (turn.loose or turn.beyond)):
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
@@ -387,6 +391,8 @@ class _Program:
             if turn.driven:
                 return None
             raise
+        if turn.beyond:
+            reach.see(found.taken)
         if not turn.finite and _part(found.outs[-form.results :], wanted[-form.results :]):
             return None
         differences = self._differences(form, found.outs, wanted, finite=turn.driven)

@@ -36,7 +36,7 @@ class Range(NamedTuple):
 
 
 ANY = Range()
-_POSITIVE, _UNIT, _SIGNED = Range(0), Range(0, 1), Range(-1, 1)
+POSITIVE, _UNIT, _SIGNED = Range(0), Range(0, 1), Range(-1, 1)
 
 
 def range_of(value: Any) -> Range:
@@ -92,7 +92,7 @@ def _remainder(x: Range, y: Range) -> Range:
 def _dot(eqn: Equation, x: Range, y: Range) -> Range:
     (left, right), _ = eqn.params["dimension_numbers"]
     if _same(eqn) and left == right and len(left) == len(shape_of(eqn.invars[0])):
-        return _POSITIVE
+        return POSITIVE
     return _sums(math.prod(shape_of(eqn.invars[0])[d] for d in left), _products(x, y))
 
 
@@ -147,7 +147,7 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "dynamic_update_slice": lambda eqn, x, new, *_: x | new,
     "iota": _counted,
     # A place is at most as large as an array, which may have another size.
-    **dict.fromkeys(("argmax", "argmin", "exp", "exp2", "sqrt", "rsqrt", "square"), _within(_POSITIVE)),
+    **dict.fromkeys(("argmax", "argmin", "exp", "exp2", "sqrt", "rsqrt", "square"), _within(POSITIVE)),
     **dict.fromkeys(("logistic", "erfc"), _within(_UNIT)),
     **dict.fromkeys(("tanh", "sin", "cos", "sign", "erf"), _within(_SIGNED)),
     "abs": lambda eqn, x: Range(0, max(abs(x.low), abs(x.high))),
@@ -162,7 +162,7 @@ _RANGES: dict[str, Callable[..., Range]] = {
     "not": _plain(_not),
     **dict.fromkeys(("reduce_and", "reduce_or"), _first),
     "is_finite": lambda eqn, x: _decided(math.isinf(x.low) or math.isinf(x.high), True),
-    "integer_pow": lambda eqn, x: _POSITIVE if _even(eqn) else ANY,
+    "integer_pow": lambda eqn, x: POSITIVE if _even(eqn) else ANY,
     "neg": _plain(_negative),
     "add": _plain(_sum),
     "sub": _plain(lambda x, y: _sum(x, _negative(y))),
@@ -207,7 +207,7 @@ def ranges(eqn: Equation, operands: Sequence[Range], sizes: dict[str, int], free
     info = jnp.iinfo(dtype)
     beyond = any(math.isfinite(x) and not info.min <= x <= info.max for x in found)
     if beyond or jnp.issubdtype(dtype, jnp.unsignedinteger):  # which wraps, as hashes mean it to
-        return (_POSITIVE if info.min == 0 else ANY), beyond and info.min < 0
+        return (POSITIVE if info.min == 0 else ANY), beyond and info.min < 0
     return found, False
 
 

@@ -37,7 +37,7 @@ from spmd.checker._choices import (
     rows_of,
 )
 from spmd.checker._primitives import SAME, Array, numbers_of
-from spmd.checker._ranges import ANY, Range, range_of, ranges
+from spmd.checker._ranges import ANY, POSITIVE, Range, range_of, ranges
 
 _FEW = 6  # numbers of a captured table that arguments may be compared with
 _FLAG = -1_000_000  # what a literal that is a flag has in place of the number of an array
@@ -113,6 +113,8 @@ class _Reads(Domain):
             self.beyond[eqn.primitive.name, line_of(eqn, self.callers)] = None
         if eqn.primitive.name == "sort":
             return [_Made(reads, one.range) for one in operands]
+        if eqn.primitive.name == "top_k":  # numbers, and their places
+            return [_Made(reads, operands[0].range), _Made(reads, POSITIVE)]
         return [_Made(reads, found)] * len(eqn.outvars)
 
     def _way(self, eqn: Equation) -> str:

@@ -394,20 +394,23 @@ class Raw(NamedTuple):
 
 def raw_calls(count: int, seed: int) -> Iterator[Raw | None]:
     """For each of so many random calls: what ended in a raw error, or None."""
-    mesh = spmd.make_mesh(dp=2, tp=4)
-    jax.config.update("jax_traceback_filtering", "off")
+    mesh, filtering = spmd.make_mesh(dp=2, tp=4), jax.config.jax_traceback_filtering
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
+        jax.config.update("jax_traceback_filtering", "off")
         warnings.simplefilter("ignore")
         right = [*BODIES, *outside(mesh, Path(folder))]
-        for number in range(count):
-            dice = random.Random(f"{seed}:{number}")
-            one = wrong(dice, dice.choice(right), mesh)
-            try:
-                run(one, mesh)
-            except Exception as error:
-                yield Raw(f"{seed}:{number}", one, error) if is_raw(error, one.name) else None
-            else:
-                yield None
+        try:
+            for number in range(count):
+                dice = random.Random(f"{seed}:{number}")
+                one = wrong(dice, dice.choice(right), mesh)
+                try:
+                    run(one, mesh)
+                except Exception as error:
+                    yield Raw(f"{seed}:{number}", one, error) if is_raw(error, one.name) else None
+                else:
+                    yield None
+        finally:
+            jax.config.update("jax_traceback_filtering", filtering)
 
 
 def not_right(mesh: Any, folder: Path) -> list[str]:

@@ -31,6 +31,7 @@ ALONE = {
     "a loop": lambda x, n: lax.fori_loop(0, 5, lambda i, y: y + i, n),
     "a branch": lambda x, n: lax.cond(n > 0, lambda: 1.0, lambda: -2.0),
     "padding": lambda x, n: jnp.pad(jnp.abs(x), 1, constant_values=-3.0),
+    "largest": lambda x, n: x[jax.lax.top_k(x, 3)[1]] + jnp.stack(jax.lax.top_k(jnp.abs(x), 3)[:1])[0],
     "sorted": lambda x, n: jnp.argsort(x) + jnp.sort(jnp.abs(x)).astype(jnp.int32),
 }
 DIVIDED = {
