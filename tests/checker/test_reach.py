@@ -137,3 +137,18 @@ def test_a_test_of_all_meshes_fails_on_it_too() -> None:
     with pytest.raises(spmd.testing.Mismatch, match="(?s)a mistake may hide.*no draw shows"):
         spmd.testing.assert_same_on_any_mesh(made(hidden), ROWS, COUNT)
     spmd.testing.assert_same_on_any_mesh(made(lambda x, count: jnp.where(count > 3, x, 2 * x)), ROWS, COUNT)
+
+
+def places_of_the_largest(x: Any) -> Any:
+    """In two phases: the largest of each block, and of these."""
+    values, at = lax.top_k(x, 2)
+    at = at + spmd.axis_index("dp") * x.shape[-1]
+    values, at = spmd.all_gather(values, "b k/dp -> b k"), spmd.all_gather(at, "b k/dp -> b k")
+    return jnp.take_along_axis(at, lax.top_k(values, 2)[1], axis=1)
+
+
+def test_places_of_a_top_k_are_not_negative() -> None:
+    """So no draw has to show what a negative place gives, and no suspicion hangs on that."""
+    made = spmd.kernel("b v/dp -> b k", mesh=spmd.make_mesh(dp=2))(places_of_the_largest)
+    assert not spmd.check(made, ROWS)
+    made.trace(ROWS)

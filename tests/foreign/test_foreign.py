@@ -65,7 +65,9 @@ def rank_promotion():
         yield
 
 
-@pytest.mark.parametrize("name", share(BODIES, times=2, always=("gumbel_sample", "ring_attention")))
+@pytest.mark.parametrize(
+    "name", share(BODIES, times=2, always=("gumbel_sample", "ring_attention", "switch_with_capacity"))
+)
 def test_a_public_program(name):
     body = BODIES[name]
     mesh = spmd.make_mesh(**body.sizes)
