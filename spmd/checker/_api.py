@@ -233,7 +233,7 @@ def _report(
     nothing, numbers are asked as `numbers_asked` says."""
     found, asked = dict.fromkeys(walk.findings), numbers_asked()
     names = misnamed(walk.root, apart()) if walk.compares_names else []
-    cheap = asked == "quick" and not (found or known)
+    cheap = asked == "quick" and not (found or known or resized.value)  # a trial around it asks numbers itself
     full = ask is not None and (asked == "full" or (cheap and _differs(walk.root, ask)))
     if ask is None or not (found or full):
         report(kernel, [*names, *found], how, _NAMES if names else "")

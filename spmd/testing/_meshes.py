@@ -26,7 +26,7 @@ from spmd._jaxprs.walker import equations, opened
 from spmd._text import Table
 from spmd._trees.leaves import described, held_dtype, is_array
 from spmd.checker import NotShownWarning
-from spmd.checker._arbiter import Trial, for_numbers
+from spmd.checker._arbiter import Trial, collecting, for_numbers
 from spmd.checker._arguments import drawn, smaller
 from spmd.checker._numbers import (
     BLOCKS,
@@ -596,8 +596,9 @@ def shrunk(
 
     def allowed(given: Sequence[Any]) -> bool:
         try:
-            for mesh in meshes:
-                build(mesh).trace(*plan.rebuild(given))
+            with collecting(True):  # what is wrong in it is said by the run
+                for mesh in meshes:
+                    build(mesh).trace(*plan.rebuild(given))
         except Exception:  # of the body, which may raise anything
             return False
         return True

@@ -149,6 +149,14 @@ def test_a_print_in_a_body_prints_once(capsys: pytest.CaptureFixture[str], monke
     assert capsys.readouterr().out == "traced with (2, 8)\n"
 
 
+def test_a_comparison_of_meshes_asks_numbers_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the kernel's own first trace does not, and the message has all meshes."""
+    monkeypatch.setenv("SPMD_CHECK", "quick")
+    wrong = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))(lambda x: x / x.shape[0])
+    with pytest.raises(spmd.testing.Mismatch, match="is not the same on every mesh"):
+        spmd.testing.assert_same_on_any_mesh(wrong, jax.ShapeDtypeStruct((4, 8), "float32"))
+
+
 def test_a_second_call_asks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a warm call nor another trace of the same shapes."""
     monkeypatch.setenv("SPMD_CHECK", "quick")
