@@ -212,7 +212,7 @@ def axes_of(eqn: Equation) -> tuple[str, ...]:
     return tuple(a for a in found if isinstance(a, str)) if isinstance(found, tuple | list | frozenset | set) else ()
 
 
-def mapped_axes(eqn: Equation) -> tuple[int, ...]:
+def vmapped_dims(eqn: Equation) -> tuple[int, ...]:
     """The dimensions that a collective reduces as well: those of a `vmap` whose name is its axis."""
     return tuple(axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int))
 

@@ -229,8 +229,8 @@ def _report(
     apart: Callable[[], Apart | None],
     known: bool = False,
 ) -> None:
-    """Raise what types suspect, if numbers say so too; all of it where nobody can ask them. Where types suspect
-    nothing, numbers are asked as `numbers_asked` says."""
+    """Raise what types suspect, if numbers say so too. Where numbers cannot be asked, raise all of it. Where types
+    suspect nothing, `numbers_asked` says how many numbers are asked."""
     found, asked = dict.fromkeys(walk.findings), numbers_asked()
     names = misnamed(walk.root, apart()) if walk.compares_names else []
     cheap = asked == "quick" and not (found or known or resized.value)  # a trial around it asks numbers itself

@@ -58,7 +58,7 @@ from spmd.modes import Mode, counting, interpreted, mode
 
 collecting = Ambient("check", False)  # whether `check` looks at everything at the end, in place of each kernel
 
-_MOST = 200_000_000  # numbers that one run computes, of which an equation is fifty
+_MOST = 200_000_000  # numbers that one run computes; each equation costs 50 of them
 _QUICK = 1_000_000  # those of a run that has to be quick
 _DRAWN = 2**22  # numbers in the arguments
 _CLOSE = 1e-6  # what the rounding of double precision may become, as a part of the largest number of an array

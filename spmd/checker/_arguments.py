@@ -45,7 +45,7 @@ def _drawn(x: jax.ShapeDtypeStruct, below: int, draws: np.random.Generator) -> A
     values = draws.normal(size=x.shape)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         values = values + 1j * draws.normal(size=x.shape)
-    return values.astype(x.dtype)  # by NumPy, which compiles nothing and is traced by nobody
+    return values.astype(x.dtype)  # by NumPy: JAX compiles and traces nothing
 
 
 def _keys(x: jax.ShapeDtypeStruct, seed: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from spmd._jaxprs.lines import gradient_line
 from spmd._jaxprs.primitives import COLLECTIVES
-from spmd._jaxprs.walker import Equation, Variable, axes_of, mapped_axes, shape_of
+from spmd._jaxprs.walker import Equation, Variable, axes_of, shape_of, vmapped_dims
 from spmd.checker._engine import Engine
 from spmd.checker._reports import (
     copies_reduced,
@@ -68,7 +68,7 @@ def _left(operand: State, over: frozenset[str]) -> frozenset[Pending]:
 def _reduces(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """psum, pmax, pmin: equal along their axes."""
     axes = walk.tracked(axes_of(eqn))
-    if _grouped(eqn) or mapped_axes(eqn):
+    if _grouped(eqn) or vmapped_dims(eqn):
         return [_unplaced(walk, o, shape_of(v), axes) for o, v in zip(operands, eqn.outvars, strict=True)]
     name = COLLECTIVES[eqn.primitive.name]
     if axes and name == "psum" and walk.active and walk.checked.issuperset(axes) and walk.adds_up_gradients(eqn):

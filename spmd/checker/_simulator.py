@@ -31,9 +31,9 @@ from spmd._jaxprs.walker import (
     axes_of,
     equations,
     held,
-    mapped_axes,
     opened,
     shape_of,
+    vmapped_dims,
     walk,
 )
 from spmd._trees.leaves import held_dtype, is_key_type
@@ -510,7 +510,7 @@ def _reduces(fn: Callable[..., Array]) -> Rule:
             return [_within(machine, x, names, groups, fn) for x in operands]
         at = tuple(map(machine.place, names))
         sums = [_reduced(fn, machine.full(x, names), at) for x in operands]
-        if own := tuple(machine.lead + axis for axis in mapped_axes(eqn)):  # the dimension of a vmap with this name
+        if own := tuple(machine.lead + axis for axis in vmapped_dims(eqn)):  # the dimension of a vmap with this name
             sums = [fn(x, axis=own).astype(x.dtype, copy=False) for x in sums]
         return [_within_halves(x, v) for x, v in zip(sums, eqn.outvars, strict=True)]
 

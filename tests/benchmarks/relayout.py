@@ -11,7 +11,7 @@ compiled: `spmd.shard`'s planned one, and the identity with XLA's own resharding
 read from the compiled programs, with the lower bound, temporary memory and collectives; the pairs where XLA is worst and
 a random sample are then timed in turns. Exits with 1 where a pair sends more than XLA, or other than its plan says.
 
-Times of a model are those of H100s, of which a node holds the last axis. "planned for it" is the plan that
+Times of a model are those of H100s, whose nodes hold the last axis. "planned for it" is the plan that
 `prefer="latency"` makes for this hardware.
 """
 
@@ -123,7 +123,7 @@ def sums(source: str, axis: str, target: str, shape: tuple[int, ...], mesh: Any)
 
 
 def two_levels(mesh: Any) -> spmd.accelerators.Hardware:
-    """H100s of which a node holds the last axis of the mesh."""
+    """H100s whose nodes hold the last axis of the mesh."""
     return replace(spmd.accelerators.hardware("h100"), node_size=list(mesh.shape.values())[-1])
 
 
