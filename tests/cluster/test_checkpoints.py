@@ -1,6 +1,7 @@
 """Checkpoints: what is restored on which mesh, and what happens to damaged ones."""
 
 import contextlib
+import gc
 import json
 import re
 import resource
@@ -29,6 +30,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptio
 
 STALE = "tests/cluster/stale.py"
 LAYOUTS = {"w": "d/dp f/tp", "b": "f/tp", "count": "scalar", "half": "d/dp/tp"}
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """What Orbax leaves behind is collected in this file, or it fails whichever test the collector runs in."""
+    yield
+    gc.collect()
 
 
 def new(key):
