@@ -120,7 +120,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         lambda x, y: (jax.jvp(largest_of_windows, (x,), (y,)), jax.vjp(largest_of_windows, x)[1](y[:, :2, :3])),
         (X, Y),
     ),
-    "products of halves": (lambda i: lax.mulhi(i << 20, i << 18), (I,)),
+    **({"products of halves": (lambda i: lax.mulhi(i << 20, i << 18), (I,))} if hasattr(lax, "mulhi") else {}),
     "threefry": (lambda key: jax.random.bits(jax.random.wrap_key_data(key), (5,)), (np.array([3, 4], np.uint32),)),
     "keys": (
         lambda key: [
