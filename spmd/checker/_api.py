@@ -82,11 +82,13 @@ def checked(
         return Findings((), partial(listing, jaxpr, name), _without_bodies(jaxpr, name))
     backward = any(map(is_transposed, equations(jaxpr)))
     meshes.append(first_body(jaxpr).params["mesh"])
+    unknown = unknown_lines(walk, jaxpr)
     trial = _tried(
         run,
         arrays,
         program,
         walk.sizes,
+        unsure=bool(unknown or walk.findings),
         gradients=not backward,
         alone=about_gradients(walk.findings),
         modes=True,
@@ -97,7 +99,6 @@ def checked(
     trial = trial if reference else but_for_noise(trial, walk)
     # A raw one may mean the size of a block, which fits nothing else.
     trial = replace(trial, fails=trial.fails and not raw)
-    unknown = unknown_lines(walk, jaxpr)
     whole = not raw or bool(trial.faults)
     findings = confirmed(dict.fromkeys(walk.findings), trial, name, unknown, whole=whole, walk=walk)
     if raw and trial.wrong and not any(one.certain for one in findings):

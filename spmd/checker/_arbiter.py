@@ -39,7 +39,7 @@ from spmd.checker._drives import drives
 from spmd.checker._located import Located, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._reach import Reach, left_by_sizes
+from spmd.checker._reach import WHILE, Reach, left_by_sizes, shortened
 from spmd.checker._readings import Reading, read_as, readings
 from spmd.checker._simulator import (
     COUNTS,
@@ -105,6 +105,7 @@ class Trial:
       apart: How results differ from these in reference mode, where arrays are whole and axes have their sizes; compared
         where all meshes agree.
       counted: The lines that ask for these sizes there.
+      rounds: How many rounds were compared of a scan of each of these lengths, if not all.
     """
 
     sizes: Mapping[str, int]
@@ -130,6 +131,7 @@ class Trial:
     first: Callable[[], Located] = field(default=Located, compare=False)
     apart: tuple[Difference, ...] = ()
     counted: tuple[str, ...] = ()
+    rounds: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def wrong(self) -> bool:
@@ -175,6 +177,7 @@ def tried(
     once: bool = False,
     rtol: float | None = None,
     quick: bool = False,
+    unsure: bool = True,
 ) -> Trial:
     """Compare a program on a mesh with the same on a mesh of ones. Nothing is compiled, and no device is needed.
 
@@ -195,13 +198,14 @@ def tried(
       rtol: How large a difference may be, as a part of the largest number of an array.
       quick: Whether the results of one draw of few numbers are enough: the given ones if there are any, because what
         is right may need them, or drawn ones with which no index leaves its array.
+      unsure: Whether types suspect or lose a value. Then one draw runs all rounds of each loop.
     """
     if all(n == 1 for n in sizes.values()):
         return Trial(sizes, why="each axis of the mesh has one device")
     if sum(math.prod(np.shape(x)) for x in arrays) > _DRAWN:
         return too_large(sizes)
     program, found = _Program(fn, arrays, mesh, sizes, traced, reference, written or sizes, given), Trial(sizes)
-    program.close = rtol or _CLOSE
+    program.close, program.unsure = rtol or _CLOSE, unsure and not quick
     if quick:
         program.be_quick(arrays)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
@@ -276,6 +280,10 @@ class _Program:
     ) -> None:
         self.reference, self.written, self.at_given = reference, written, at_given
         self.shifts: list[str] = []
+        self.few: Mapping[int, int] = {}
+        self.rounds: Mapping[int, int] = {}
+        self.unsure = True
+        self.reach = Reach({}, (), 0)
         self.rounded, self.close, self.most = 0.0, _CLOSE, _MOST
         self.fn, self.mesh, self.sizes, self.grad = fn, mesh, dict(sizes), False
         given = all(map(_has_numbers, arrays))
@@ -309,27 +317,51 @@ class _Program:
             self.turns.sort(key=lambda turn: not turn.ties)
 
     def tried(self, grad: bool, quiet: bool = False, draws: int | None = None) -> Trial:
-        """Compare results, and gradients, for this many draws of the arguments, or for all."""
-        self.grad, sizes = grad, self.sizes
-        self.shifts.clear()
-        ours, form = self._traced(sizes)
+        """Compare results, and gradients, for this many draws of the arguments, or for all. Long scans run a few of
+        their rounds, and all if these do not agree, or do not show all there is."""
+        self.grad = grad
+        ours, form = self._traced(self.sizes)
         try:
             base, other, unknown = self._base(form)
         except NotSimulated:
             if faults := self._faults():  # which nothing is needed to compare with
-                return Trial(sizes, faults=faults, line=line_of_body(first_body(ours)))
+                return Trial(self.sizes, faults=faults, line=line_of_body(first_body(ours)))
             raise
+        whole = (ours, self.sizes), (base, other)
+        self.few = {} if self.reference else shortened(ours, base)
+        if self.few and (trial := self._in_few_rounds(whole, form, quiet, draws)):
+            return replace(trial, why=unknown, fails=bool(unknown))
+        self.few = {}
+        return self._compared(whole, form, unknown, quiet, draws)
+
+    def _in_few_rounds(self, programs: Any, form: _Form, quiet: bool, draws: int | None) -> Trial | None:
+        """Return what a few rounds of each scan show, if they agree and show all there is."""
+        with contextlib.suppress(NotSimulated):
+            trial = self._compared(programs, form, "", quiet, draws)
+            if trial.agrees and not self.reach.needs_rounds:
+                return replace(trial, rounds={n: few for n, few in self.few.items() if n != WHILE})
+        return None
+
+    def _compared(self, programs: Any, form: _Form, unknown: str, quiet: bool, draws: int | None) -> Trial:
+        """Compare the program on its mesh with that where nothing is divided."""
+        (ours, sizes), (base, other) = programs
+        self.shifts.clear()
         gradients = "gradient" in form.tree.unflatten(form.shapes)
         meant: Trial | None = None
         read: tuple[Reading, ...] = ()
         told: set[Any] = set()  # what has numbers in some draw: where all are NaN, nothing is compared
-        reach = Reach.of(ours, base, self._ordered(self.structs), form.results) if draws is None else Reach({}, (), 0)
+        given = self._ordered(self.structs)
+        reach = Reach({}, (), 0) if draws else Reach.of(ours, base, given, form.results, self.few)
+        self.reach = reach
+        # A loop that a test ends runs once whole; any, if types do not know what its rounds hand on.
+        self.rounds = {} if self.unsure else {n: few for n, few in self.few.items() if n != WHILE}
         turns = itertools.chain(self.turns[:draws], self._driven(reach, ours, quiet) if draws is None else ())
         for turn, number in zip(turns, itertools.cycle(_NOISE), strict=False):
             try:
                 shown = self._outcome(turn, number if quiet else None, form, (ours, sizes), (base, other), read, reach)
             except Parted as error:
                 return Trial(sizes, faults=(error.fault,))
+            self.rounds, self.unsure = self.few, False
             if shown is None:
                 continue
             run, found, wanted, differences = shown
@@ -342,7 +374,7 @@ class _Program:
                 return Trial(sizes, why="a part of it is meant per shard")
             trial = Trial(sizes, tuple(differences), tuple(found.faults), gradients, quiet=quiet)
             trial = self._located(trial, form, wanted, run, ours, base)
-            if trial.faults or self.reference:
+            if trial.faults or self.reference or self.few:
                 return trial
             if self._same_on_whole_arrays(form, found.outs, run):
                 meant = replace(trial, meant=True)
@@ -472,6 +504,10 @@ class _Program:
             return trial
         with contextlib.suppress(NotSimulated):
             plain, nudged = (self._run(self.turns[0].draws[-1], grad=False, nudged=one) for one in (False, True))
+            self.rounds = self.few
+            if self.few and not self._differences(form, plain(whole).outs, plain(ours).outs):
+                return trial
+            self.rounds = {}
             found = plain(whole).outs
             differences = self._differences(form, found, plain(ours).outs)
             if differences and not self._are_rounding(differences, form, nudged(whole).outs, found):
@@ -600,8 +636,8 @@ class _Program:
             numbers = [_nudged(held_number(x)) if nudged else held_number(x) for x in jax.tree.leaves(given)]
 
         def run(jaxpr: Any, read: Sequence[Reading] = (), sizes: Any = (), **how: Any) -> Run:
-            read_numbers = read_as(read, sizes, jaxpr)
-            found = simulate(jaxpr, numbers, self.most, noise=noise, numbers=read_numbers, shifted=True, **how)
+            how = {"noise": noise, "numbers": read_as(read, sizes, jaxpr), "rounds": self.rounds, **how}
+            found = simulate(jaxpr, numbers, self.most, shifted=True, **how)
             self.shifts += found.shifts
             self.rounded = max(self.rounded, found.rounded)
             return found

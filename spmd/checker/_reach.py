@@ -13,7 +13,8 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import call_site, is_ours, is_transposed, line_of
-from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, equations, shape_of, walk
+from spmd._jaxprs.primitives import of_verbs
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, equations, held, shape_of, walk
 from spmd._trees.leaves import is_key, is_key_type
 from spmd.checker._choices import (
     APART,
@@ -39,6 +40,10 @@ from spmd.checker._choices import (
 from spmd.checker._primitives import SAME, Array, numbers_of
 from spmd.checker._ranges import ANY, POSITIVE, Range, range_of, ranges
 
+_ROUNDS = 3  # of a loop in which no block moves: the first, the second and the last
+WHILE = 0  # what stands for the length of a loop that a test ends
+_LOOPS = ("scan", "while")
+_PASSES = of_verbs("ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast")
 _FEW = 6  # numbers of a captured table that arguments may be compared with
 _FLAG = -1_000_000  # what a literal that is a flag has in place of the number of an array
 _SHAPES = frozenset(("reshape", "broadcast_in_dim", "squeeze", "transpose", "jit", "pjit", *SAME))
@@ -65,11 +70,19 @@ class _Reads(Domain):
       ways: The primitives at each line, but for those that change nothing but a shape; None if they are not asked for.
       fixed: The answers of the choices that sizes alone decide, by primitive and line.
       beyond: The primitives and lines of numbers that are larger than their type allows.
+      rounds: The lengths of the scans of which not all rounds are run.
+      inside: The choices inside of these, and whether an argument decides. Else the number of a round may.
     """
 
-    def __init__(self, keys: Collection[int], whole: Mapping[tuple[str, str], Collection[Any]]) -> None:
+    def __init__(
+        self,
+        keys: Collection[int],
+        whole: Mapping[tuple[str, str], Collection[Any]],
+        rounds: Collection[int] = (),
+    ) -> None:
         super().__init__()
-        self.keys, self.whole = frozenset(keys), whole
+        self.keys, self.whole, self.rounds = frozenset(keys), whole, rounds
+        self.inside: dict[Key, bool] = {}
         self.sizes: dict[str, int] = {}
         self.found: dict[Key, Choice] = {}
         self.captured: dict[int, tuple[int, Any]] = {}
@@ -151,13 +164,43 @@ class _Reads(Domain):
         meant = drawn or per_shard_reason(eqn, self.callers) is not None
         if LARGE in needs and not any(i >= 0 for i in reads):
             del needs[LARGE]
-        asked = reads and any(n > (q == SIDE) for q, n in needs.items()) and not meant
+        inside = any(is_shortened(one, self.rounds) for one in self.callers)
+        if not reads:
+            needs = {q: n for q, n in needs.items() if q in (SIDE, BEYOND)}
+        asked = (reads or inside) and any(n > (q == SIDE) for q, n in needs.items()) and not meant
         if asked and (site := call_site(eqn, self.callers)) is not None:
             key = key_of(eqn, self.callers)
+            if inside:
+                self.inside[key] = bool(reads)
             before = self.found[key].reads if key in self.found else frozenset[int]()
-            backward = is_transposed(eqn, self.callers)
-            self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads | before, needs, not backward)
+            forward = bool(reads) and not is_transposed(eqn, self.callers)
+            self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads | before, needs, forward)
         return outs
+
+
+def shortened(ours: Any, base: Any) -> dict[int, int]:
+    """Return how many rounds show what loops do, for each length of scans that a program has where nothing is divided
+    too, and for `WHILE`: the first, the second and the last, and as many more as blocks need to go round.
+
+    Args:
+      ours: The program.
+      base: The same where nothing is divided.
+    """
+    lengths = {eqn.params.get("length", WHILE) for eqn in equations(base) if eqn.primitive.name in _LOOPS}
+    found: dict[int, int] = {}
+    for body in (eqn for eqn in equations(ours) if eqn.primitive.name == "shard_map"):
+        sizes = _compat.made_manual(body)
+        for eqn in (one for one in equations(body.params["jaxpr"]) if one.primitive.name in _LOOPS):
+            inner = (one for part in held(eqn) for one in equations(part.jaxpr) if one.primitive.name in _PASSES)
+            moves = [math.prod(sizes.get(axis, 1) for axis in axes_of(one)) for one in inner]
+            length = eqn.params.get("length", WHILE)
+            found[length] = max(found.get(length, 0), _ROUNDS + max(moves, default=0))
+    return {length: few for length, few in found.items() if length in lengths and (few < length or length == WHILE)}
+
+
+def is_shortened(eqn: Equation, rounds: Collection[int]) -> bool:
+    """Return whether an equation is a scan of one of these lengths."""
+    return eqn.primitive.name == "scan" and eqn.params["length"] in rounds
 
 
 def _all_reads(several: Sequence[_Made]) -> frozenset[int]:
@@ -170,6 +213,8 @@ class Reach:
     Attributes:
       choices: The choices.
       captured: The arrays that the program closes over and that are one number, as zeros are, and where each is read.
+      inside: The choices inside of scans of which not all rounds were run, and whether an argument decides.
+      rounds: How many rounds are run of loops that are longer.
     """
 
     def __init__(self, choices: Mapping[Key, Choice], depends: Sequence[bool], results: int) -> None:
@@ -180,10 +225,14 @@ class Reach:
         self._taken: dict[Key, set[Side]] = {}
         self._seen: dict[Key, set[Side]] = {}  # by draws whose results tell nothing
         self._bounds: list[tuple[Array, Array]] = []  # between which finite numbers each element of each result was
+        self.inside: Mapping[Key, bool] = {}
+        self.rounds: Mapping[int, int] = {}
         self.captured: tuple[Captured, ...] = ()
 
     @classmethod
-    def of(cls, jaxpr: Any, base: Any, arrays: Sequence[Any], results: int) -> Self:
+    def of(
+        cls, jaxpr: Any, base: Any, arrays: Sequence[Any], results: int, rounds: Mapping[int, int] | None = None
+    ) -> Self:
         """The choices of a program that its arguments decide, but for those inside of this package: what its operations
         do is tested where they are.
 
@@ -192,12 +241,13 @@ class Reach:
           base: The same where nothing is divided.
           arrays: Its arguments, or structs of them.
           results: How many results it has, which stand behind its gradients.
+          rounds: How many rounds a scan of each of these lengths runs, if not all.
         """
         whole: dict[tuple[str, str], set[Any]] = {}
         for eqn in equations(base):
             if eqn.primitive.name in INDEXED:
                 whole.setdefault((eqn.primitive.name, line_of(eqn)), set()).add(shape_of(eqn.invars[0]))
-        reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)], whole)
+        reads = _Reads([i for i, x in enumerate(arrays) if is_key(x)], whole, rounds or {})
         outs = walk(jaxpr, [_Made(frozenset((i,))) for i in range(len(arrays))], reads)
         at: dict[str, dict[float, None]] = {}
         least = 0.0
@@ -217,6 +267,7 @@ class Reach:
             for key, one in reads.found.items()
         }
         reach = cls(found, [any(i >= 0 for i in one.reads) for one in outs], results)
+        reach.inside, reach.rounds = reads.inside, rounds or {}
         real = lambda x: not is_key(x) and np.size(x) > 1 and jnp.issubdtype(x.dtype, jnp.inexact)
         constants = ((reads.lines.get(i, ""), np.asarray(x)) for i, x in reads.captured.values() if real(x))
         same = (Captured(line, str(x.dtype), x.shape) for line, x in constants if (x == x.flat[0]).all())
@@ -259,14 +310,21 @@ class Reach:
     @property
     def open(self) -> list[Choice]:
         """The choices that have sides which no draw took."""
-        return [one for key, one in self.choices.items() if self._lacking(key)]
+        return [one for key, one in self.choices.items() if self.inside.get(key, True) and self._lacking(key)]
+
+    @property
+    def needs_rounds(self) -> bool:
+        """Whether rounds that were not run may take a side, or give a result other numbers."""
+        asked = [key for key in self.choices if key in self.inside or WHILE in self.rounds]
+        return bool(any(map(self._lacking, asked)) or (self.rounds and self.flat))
 
     @property
     def unreached(self) -> tuple[Unreached, ...]:
         """The sides that no draw took, once for each line and question."""
         taken = {key: frozenset(x for q, x in self._taken.get(key, ()) if q == SIDE) for key in self.choices}
         seen = lambda key, question: question not in self._lacking(key, self._seen.get(key, ()))
-        every = ((key, c, q) for key, c in self.choices.items() for q in sorted(self._lacking(key)))
+        asked = ((key, c) for key, c in self.choices.items() if self.inside.get(key, True))
+        every = ((key, c, q) for key, c in asked for q in sorted(self._lacking(key)))
         found = [Unreached(c.what, c.line, q, taken[key], seen(key, q)) for key, c, q in every]
         return tuple({(one.line, one.question, one.seen): one for one in reversed(found)}.values())[::-1]
 

@@ -130,6 +130,7 @@ def simulate(
     shifted: bool = False,
     keep: bool = False,
     choices: Container[Key] = (),
+    rounds: Mapping[int, int] = MappingProxyType({}),
 ) -> Run:
     """Run a whole program.
 
@@ -144,6 +145,8 @@ def simulate(
         an error.
       keep: Whether the values of variables are kept.
       choices: The equations of which it is kept which sides they take.
+      rounds: How many rounds a scan of each of these lengths runs: the first ones, and the last. A round between them
+        makes what the round before made. For 0: of a loop that a test ends, the first ones.
 
     Raises:
       NotSimulated: If a primitive cannot be interpreted, or there is too much to compute.
@@ -154,6 +157,7 @@ def simulate(
     machine.noise, machine.numbers = noise, numbers or {}
     machine.shifts, machine.rounds = [] if shifted else None, {} if keep else None
     machine.choices, machine.keep = choices, machine.watch if choices else None
+    machine.shortened = rounds
     before, before_leaving = stay_inside.set(inside), leaving.set(machine.leaving)
     try:
         with _arithmetic():
@@ -211,6 +215,7 @@ class Simulator(Domain):
       rounded: How much is rounded at most, because bits of numbers are computed with.
       choices: The equations of which it is kept which sides they take.
       taken: These sides.
+      shortened: How many rounds a scan of each of these lengths runs; for 0, a loop that a test ends.
       leaving: At which ends an index left its array since the last equation.
     """
 
@@ -229,6 +234,7 @@ class Simulator(Domain):
         self.rounded = 0.0
         self.choices: Container[Key] = ()
         self.taken: dict[Key, set[Side]] = {}
+        self.shortened: Mapping[int, int] = {}
         self.leaving: set[str] = set()
         self._left = most
 
@@ -402,7 +408,11 @@ class Simulator(Domain):
         carry = [x for x, _ in given[first : first + count]]
         made: list[list[Array]] = []
         self.read([x for x, sliced in given if sliced])
-        for at in range(length)[:: -1 if eqn.params["reverse"] else 1]:
+        rounds = self.shortened.get(length, length)
+        for done, at in enumerate(range(length)[:: -1 if eqn.params["reverse"] else 1], start=1):
+            if rounds <= done < length:
+                made.append(made[-1])
+                continue
             rows = [x.take(at, self.lead) if sliced else x for x, sliced in given]
             outs = self._round(eqn, body, [*rows[:first], *carry, *rows[first + count :]])
             carry = outs[:count]
@@ -433,9 +443,9 @@ class Simulator(Domain):
         count = len(body.stacked)
         given, asked = body.of(operands), test.of(operands)
         constants, carry = given[: len(given) - count], given[len(given) - count :]
-        for _ in range(_ROUNDS if self.noise is None else _QUIET_ROUNDS):
+        for done in range(_ROUNDS if self.noise is None else _QUIET_ROUNDS):
             [goes_on] = self.run(eqn, test, [*asked[: len(asked) - count], *carry])
-            if not goes_on.any():
+            if not goes_on.any() or done == self.shortened.get(0):
                 return carry
             # A loop that is mapped asks for each element, and all go on while one does.
             self._check_together(eqn, goes_on.any(tuple(range(self.lead, goes_on.ndim))))

@@ -145,7 +145,13 @@ def _compared(trial: Trial) -> str:
     are = "differ from" if trial.wrong else "are"
     whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
     quiet = ", with one number in place of all random ones, which depend on the mesh" if trial.quiet else ""
-    return f"On {_sizes_text(trial)} the {what} {are} those of {whole}{quiet}"
+    return f"On {_sizes_text(trial)} the {what} {are} those of {whole}{quiet}{_rounds_text(trial.rounds)}"
+
+
+def _rounds_text(rounds: Mapping[int, int]) -> str:
+    """Return of which loops not all rounds were compared."""
+    some = _first([f"{few} of {length:,}" for length, few in rounds.items()])
+    return f", in {some} rounds of its loops" if rounds else ""
 
 
 def _sizes_text(trial: Trial) -> str:

@@ -2035,6 +2035,103 @@ growth_that_is_stopped_late.right(_growing(lambda top: lax.pmax(lax.stop_gradien
 growth_that_is_stopped_late.whole(_growing(lambda top: top))
 
 
+def loop(step: Callable[[Any, Any], Any], start: Any, rounds: int) -> Any:
+    """The state after so many rounds, each of which gets its number."""
+    return lax.scan(lambda state, i: (step(state, i), None), start, jnp.arange(rounds))[0]
+
+
+@attack("b/dp d, d -> d", f32(8, 6), f32(6), shows=(normal(8, 6), normal(6)))
+def one_round_forgets_the_sum(x, w):
+    """Round 40 of 64 takes the mean."""
+
+    def step(w, i):
+        g = (x * w[None]).sum(0)
+        return w - 0.01 * jnp.where(i == 40, lax.pmean(g, "dp"), lax.psum(g, "dp"))  # unreached
+
+    return loop(step, w, 64)
+
+
+def _descent(x, w, sum_):
+    return loop(lambda w, i: w - 0.01 * sum_((x * w[None]).sum(0)), w, 64)
+
+
+one_round_forgets_the_sum.right(lambda x, w: _descent(x, w, lambda g: lax.psum(g, "dp")))
+one_round_forgets_the_sum.whole(lambda x, w: _descent(x, w, lambda g: g))
+
+
+@attack("b/dp d, d -> d", f32(8, 6), f32(6), shows=(normal(8, 6), normal(6)))
+def each_sixteenth_round_forgets_the_sum(x, w):
+    def step(w, i):
+        g = (x * w[None]).sum(0)
+        return w - 0.01 * lax.cond(i % 16 == 7, lambda: lax.pmean(g, "dp"), lambda: lax.psum(g, "dp"))  # unreached
+
+    return loop(step, w, 64)
+
+
+each_sixteenth_round_forgets_the_sum.right(lambda x, w: _descent(x, w, lambda g: lax.psum(g, "dp")))
+each_sixteenth_round_forgets_the_sum.whole(lambda x, w: _descent(x, w, lambda g: g))
+
+
+@attack("b/dp d, d -> d", f32(8, 6), f32(6), shows=(normal(8, 6), normal(6)))
+def a_counter_of_its_own_forgets_the_sum(x, w):
+    """The rounds are counted in the state, by halves."""
+
+    def step(state, _):
+        w, n = state
+        g = (x * w[None]).sum(0)
+        return w - 0.01 * jnp.where(n > 20, lax.pmean(g, "dp"), lax.psum(g, "dp")), n + 0.5  # unreached
+
+    return loop(step, (w, jnp.float32(0)), 64)[0]
+
+
+a_counter_of_its_own_forgets_the_sum.right(lambda x, w: _descent(x, w, lambda g: lax.psum(g, "dp")))
+a_counter_of_its_own_forgets_the_sum.whole(lambda x, w: _descent(x, w, lambda g: g))
+
+
+@attack("n/tp d -> d", f32(16, 8), shows=normal(16, 8))
+def a_late_value_of_a_queue(x):
+    """What stands in the queue comes out 12 rounds later, and is the maximum of a block."""
+
+    def step(queue, i):
+        return jnp.roll(queue, 1).at[0].set(x.max())  # unreached
+
+    late = loop(step, lax.pcast(jnp.zeros(12), "tp", to="varying"), 32)[-1]
+    return lax.psum(x.sum(0), "tp") + lax.pmean(late, "tp")
+
+
+@a_late_value_of_a_queue.right
+def _(x):
+    most = lax.pmax(x.max(), "tp")
+    return lax.psum(x.sum(0), "tp") + loop(lambda queue, i: jnp.roll(queue, 1).at[0].set(most), jnp.zeros(12), 32)[-1]
+
+
+a_late_value_of_a_queue.whole(lambda x: x.sum(0) + x.max())
+
+
+@attack("n/tp d -> d", f32(16, 8), shows=normal(16, 8))
+def late_rounds_read_another_block(x):
+    """Each round takes a row of the device that has it. The last device counts from the wrong one."""
+    at = 4 * jnp.minimum(lax.axis_index("tp"), 2)
+
+    def step(state, _):
+        total, i = state
+        mine = (i >= at) & (i < at + x.shape[0])
+        row = lax.dynamic_index_in_dim(x, i - at, keepdims=False)  # unreached
+        return total + jnp.where(mine, row * (i + 1).astype(row.dtype), 0), i + 1
+
+    total = loop(step, (jnp.zeros_like(x[0]), lax.pcast(jnp.int32(0), "tp", to="varying")), 16)[0]
+    return lax.psum(total, "tp")
+
+
+@late_rounds_read_another_block.right
+def _(x):
+    at = x.shape[0] * lax.axis_index("tp")
+    return lax.psum(((at + jnp.arange(x.shape[0]) + 1).astype(x.dtype)[:, None] * x).sum(0), "tp")
+
+
+late_rounds_read_another_block.whole(lambda x: ((jnp.arange(16) + 1)[:, None] * x).sum(0))
+
+
 # -------------------- more sizes
 
 
