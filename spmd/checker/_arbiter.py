@@ -36,7 +36,7 @@ from spmd._trees.leaves import held_dtype, is_key
 from spmd.checker._arguments import drawn
 from spmd.checker._choices import LARGE, SIDE, Captured, Unreached
 from spmd.checker._drives import drives
-from spmd.checker._located import Located, located
+from spmd.checker._located import Located, at_round, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
 from spmd.checker._reach import WHILE, Reach, left_by_sizes, shortened
@@ -528,8 +528,13 @@ class _Program:
                 base, other = self._traced(dict.fromkeys(self.sizes, 1))
                 if other != form or self._differences(form, run(base).outs, wanted):
                     return Located()
+
+            def look(number: int) -> Located:
+                here, there = (run(one, keep=number) for one in (ours, base))
+                return located(ours, base, here.known, there.known)
+
             with np.errstate(all="ignore"):  # sums of infinite numbers
-                return located(ours, base, run(ours, keep=True).known, run(base, keep=True).known)
+                return at_round(look, run(ours, keep=0).rounds)
         return Located()
 
     def _but_for_nan(self, trial: Trial, form: _Form, told: Collection[Any]) -> Trial:

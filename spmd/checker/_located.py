@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -55,6 +55,11 @@ class Located(NamedTuple):
     noisy: bool = False
     counts: Mapping[str, tuple[str, str]] = MappingProxyType({})
 
+    @property
+    def at_loops(self) -> bool:
+        """Whether loops are among the equations: the round that was looked at does not show what makes the value."""
+        return any(eqn.primitive.name in ("scan", "while") for eqn, _ in self.found)
+
     def clears(self, lines: Collection[str]) -> bool:
         """Return whether what stands at one of these lines is complete before values begin to differ."""
         known = bool(self.found) and "" not in self.lines and not set(self.seen).isdisjoint(lines)
@@ -68,7 +73,7 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
     Args:
       ours: The program on its mesh.
       base: The same on a mesh of ones.
-      here: The numbers of the first, with the mesh axes in front; inside of a loop those of its first round.
+      here: The numbers of the first, with the mesh axes in front; inside of a loop those of one round.
       there: The numbers of the second.
     """
     one, other = ([eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map"] for jaxpr in (ours, base))
@@ -84,6 +89,25 @@ def located(ours: Any, base: Any, here: Known, there: Known) -> Located:
     behind = frozenset(line for line, origins in walk.behind if origins & guilty)
     counts = {line: pair for line, pair in walk.counts.items() if line in lines}
     return Located(first, lines, behind, tuple(walk.seen), walk.noisy, counts)
+
+
+def at_round(look: Callable[[int], Located], rounds: int) -> Located:
+    """Return where values begin to differ, in the first round that shows it. A loop whose results differ is among what
+    is found in the rounds before.
+
+    Args:
+      look: What is found where the values inside of loops are those of this round.
+      rounds: How many rounds the longest loop has.
+    """
+    first = look(0)
+    if not first.at_loops:
+        return first
+    before, number = 0, rounds
+    while number - before > 1:
+        middle = (before + number) // 2
+        before, number = (middle, number) if look(middle).at_loops else (before, middle)
+    found = look(number)
+    return found if found.found and not found.at_loops else first
 
 
 class _Walk:

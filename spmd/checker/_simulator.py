@@ -107,7 +107,8 @@ class Run(NamedTuple):
       faults: What went wrong on the way.
       shifts: The line of each permutation for another number of devices.
       rounded: How much an equation rounds that computes with the bits of numbers.
-      known: The value of each variable, if they were kept; inside of a loop that of its first round.
+      known: The value of each variable, if they were kept.
+      rounds: How many rounds the longest loop ran, if values were kept.
       taken: Which sides the choices took that were asked about.
     """
 
@@ -116,6 +117,7 @@ class Run(NamedTuple):
     shifts: Sequence[str] = ()
     rounded: float = 0.0
     known: Mapping[Variable, Array] = MappingProxyType({})
+    rounds: int = 0
     taken: Mapping[Key, set[Side]] = MappingProxyType({})
 
 
@@ -128,7 +130,7 @@ def simulate(
     numbers: Mapping[int, float] | None = None,
     inside: bool = False,
     shifted: bool = False,
-    keep: bool = False,
+    keep: int | None = None,
     choices: Container[Key] = (),
     rounds: Mapping[int, int] = MappingProxyType({}),
 ) -> Run:
@@ -143,7 +145,7 @@ def simulate(
       inside: Whether an index that leaves its array is an error.
       shifted: Whether a permutation for another number of devices is taken as the shift that it is there. Else it is
         an error.
-      keep: Whether the values of variables are kept.
+      keep: The round of a loop whose values are kept, with those outside of loops; of a shorter loop the last one.
       choices: The equations of which it is kept which sides they take.
       rounds: How many rounds a scan of each of these lengths runs: the first ones, and the last. A round between them
         makes what the round before made. For 0: of a loop that a test ends, the first ones.
@@ -155,7 +157,7 @@ def simulate(
     """
     machine = Simulator(most)
     machine.noise, machine.numbers = noise, numbers or {}
-    machine.shifts, machine.rounds = [] if shifted else None, {} if keep else None
+    machine.shifts, machine.rounds, machine.kept = [] if shifted else None, None if keep is None else {}, keep or 0
     machine.choices, machine.keep = choices, machine.watch if choices else None
     machine.shortened = rounds
     before, before_leaving = stay_inside.set(inside), leaving.set(machine.leaving)
@@ -173,6 +175,7 @@ def simulate(
         machine.shifts or (),
         machine.rounded,
         {var: numbers_of(x) for var, x in known.items()},
+        machine.longest,
         machine.taken,
     )
 
@@ -211,7 +214,9 @@ class Simulator(Domain):
         is to read them as one array. Another body may take them as they are: JAX hands on what a derivative keeps so.
       numbers: What stands in for numbers of the program.
       shifts: The lines of permutations that were taken as shifts; None if they may not be.
-      rounds: The values of variables in the first round of the loop that they are in; None if nobody asks.
+      rounds: The values of variables inside of loops, in the round that is kept; None if they are not asked for.
+      kept: Which round that is.
+      longest: How many rounds the longest loop ran, if they are asked for.
       rounded: How much is rounded at most, because bits of numbers are computed with.
       choices: The equations of which it is kept which sides they take.
       taken: These sides.
@@ -231,6 +236,7 @@ class Simulator(Domain):
         self.numbers: Mapping[int, float] = {}
         self.shifts: list[str] | None = None
         self.rounds: dict[Variable, Array] | None = None
+        self.kept = self.longest = 0
         self.rounded = 0.0
         self.choices: Container[Key] = ()
         self.taken: dict[Key, set[Side]] = {}
@@ -414,7 +420,7 @@ class Simulator(Domain):
                 made.append(made[-1])
                 continue
             rows = [x.take(at, self.lead) if sliced else x for x, sliced in given]
-            outs = self._round(eqn, body, [*rows[:first], *carry, *rows[first + count :]])
+            outs = self._round(eqn, body, [*rows[:first], *carry, *rows[first + count :]], done - 1)
             carry = outs[:count]
             made.append(outs[count:])
         made = made[:: -1 if eqn.params["reverse"] else 1]
@@ -423,13 +429,13 @@ class Simulator(Domain):
             *(self._stack(eqn.outvars[count + i], rows) for i, rows in enumerate(_columns(made, eqn, count))),
         ]
 
-    def _round(self, eqn: Equation, body: Held, operands: Sequence[Array]) -> list[Array]:
+    def _round(self, eqn: Equation, body: Held, operands: Sequence[Array], number: int) -> list[Array]:
         outs = self.run(eqn, body, operands)
-        if self.rounds is not None:
+        if self.rounds is not None and number <= self.kept:
             inside = itertools.chain(opened(body.jaxpr)[0].invars, *(one.outvars for one in equations(body.jaxpr)))
-            for var in inside:
-                if var in self.known:
-                    self.rounds.setdefault(var, self.known[var])
+            self.rounds.update((var, self.known[var]) for var in inside if var in self.known)
+        if self.rounds is not None:
+            self.longest = max(self.longest, number + 1)
         return outs
 
     def _stack(self, var: Variable, rows: Sequence[Array]) -> Array:
@@ -449,7 +455,7 @@ class Simulator(Domain):
                 return carry
             # A loop that is mapped asks for each element, and all go on while one does.
             self._check_together(eqn, goes_on.any(tuple(range(self.lead, goes_on.ndim))))
-            outs = self._round(eqn, body, [*constants, *carry])
+            outs = self._round(eqn, body, [*constants, *carry], done)
             carry = [self._where(goes_on, new, old) for new, old in zip(outs, carry, strict=True)]
         raise NotSimulated("a loop does not end")
 
