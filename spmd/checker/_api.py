@@ -148,8 +148,7 @@ def _tried(
             if chosen is same and not (few(given) and allowed(given)):
                 continue
             found = tried(run, given, mesh, fewer, **asked, written=sizes, given=(traced, arrays))
-            changed = {name: (n, was) for (name, was), n in chosen.items() if n != was}
-            found = replace(found, whole=sizes, names=changed)
+            found = replace(found, whole=sizes, names=_changed(chosen))
             if not any(one.question == WAY for one in found.unreached) and not found.large:
                 break
     return found if found.wrong or found.why else _on_unequal_axes(run, arrays, traced, sizes, found, asked)
@@ -170,12 +169,19 @@ def _on_unequal_axes(
     doubled = {axis: 2 * n if n < sizes[axis] else n for axis, n in found.sizes.items()}
     for other in (unequal, doubled) if not asked.get("reference") else ():
         names = names_of(traced.jaxpr, arrays, sizes, [other])
-        given = names.resized(arrays, names.smallest())
+        chosen = names.smallest()
+        given = names.resized(arrays, chosen)
         if other != found.sizes and is_traced(run, given, mesh, other):
             trial = tried(run, given, mesh, other, once=True, gradients=False, written=sizes)
+            trial = replace(trial, names=_changed(chosen))
             if trial.wrong or not trial.why:
-                return trial if trial.wrong else found
+                return trial if trial.wrong else replace(found, also=trial)
     return found
+
+
+def _changed(chosen: Mapping[tuple[str, int], int]) -> dict[str, tuple[int, int]]:
+    """For each name that has another size in a trial, that size and the one that is given."""
+    return {name: (n, was) for (name, was), n in chosen.items() if n != was}
 
 
 def check_jaxpr(

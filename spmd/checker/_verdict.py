@@ -129,6 +129,13 @@ def apart_text(trial: Trial) -> list[str]:
     return [_row(one, cause_of([(trial.sizes, one.factor)])) for one in trial.apart]
 
 
+def difference_text(trial: Trial) -> str:
+    """How the first result or gradient differs from that of one device, in words."""
+    if trial.faults:
+        return str(_of_fault(trial.faults[0], "it", mesh_text(trial.sizes)).rule)
+    return _row(trial.differences[0], _causes(trial)[trial.differences[0].path])
+
+
 def counted_text(lines: Iterable[str]) -> str:
     """Why modes differ where these lines ask for the size of an axis."""
     if not lines:
@@ -145,7 +152,8 @@ def _compared(trial: Trial) -> str:
     are = "differ from" if trial.wrong else "are"
     whole = "whole arrays, which depend on the sizes of axes too" if trial.meant else "one device"
     quiet = ", with one number in place of all random ones, which depend on the mesh" if trial.quiet else ""
-    return f"On {_sizes_text(trial)} the {what} {are} those of {whole}{quiet}{_rounds_text(trial.rounds)}"
+    also = f"; on {_sizes_text(trial.also)} the results are, too" if trial.also else ""
+    return f"On {_sizes_text(trial)} the {what} {are} those of {whole}{quiet}{_rounds_text(trial.rounds)}{also}"
 
 
 def _rounds_text(rounds: Mapping[int, int]) -> str:

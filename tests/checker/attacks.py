@@ -2132,6 +2132,20 @@ def _(x):
 late_rounds_read_another_block.whole(lambda x: ((jnp.arange(16) + 1)[:, None] * x).sum(0))
 
 
+@attack(BLOCKS, f32(16, 8), shows=normal(16, 8, scale=1e4))
+def halved_in_each_round_while_a_block_is_long(x):
+    """The first rounds halve every block, and blocks of other lengths end at other rounds."""
+    return loop(lambda v, i: jnp.where((v * v).sum() > 1e6, v / 2, v), x, 32)  # unreached
+
+
+halved_in_each_round_while_a_block_is_long.right(
+    lambda x: loop(lambda v, i: jnp.where(lax.psum((v * v).sum(), "tp") > 1e6, v / 2, v), x, 32)
+)
+halved_in_each_round_while_a_block_is_long.whole(
+    lambda x: loop(lambda v, i: jnp.where((v * v).sum() > 1e6, v / 2, v), x, 32)
+)
+
+
 # -------------------- more sizes
 
 
