@@ -196,7 +196,7 @@ def tried(
       written: The sizes for which the program may have numbers of its own, if those are others.
       given: The program and its arguments at the sizes that it is asked about, for a trial that says what these alone
         have.
-      once: Whether one draw is enough.
+      once: Whether one draw is enough, of results and of gradients, where these are compared.
       rtol: How large a difference may be, as a part of the largest number of an array.
       quick: Whether the results of one draw of few numbers are enough: the given ones if there are any, because what
         is right may need them, or drawn ones with which no index leaves its array.
@@ -212,7 +212,8 @@ def tried(
         program.be_quick(arrays)
     # The gradient of a wrong result says no more, and costs ten times as much. Some programs have none.
     every = [(False, 1)] * (gradients and not alone) + [(True, None)] * gradients + [(False, None)]
-    turns = [(False, 1)] if once or quick else every
+    one_draw = [(grad, 1) for grad in (True, False) if gradients or not grad]
+    turns = one_draw if once else [(False, 1)] if quick else every
     for grad, draws in turns:
         try:
             trial = program.tried(grad, draws=draws)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -195,9 +196,9 @@ class _Rule:
         count = len(self.declared.inputs)
         marked = any(layout.axis_names for layout in self.declared.layouts)
         found = {str(self.declared): self.declared} if marked else {}
-        names = list(dict.fromkeys(name for layout in self.bare for name in layout.names))
+        names = dict.fromkeys(name for layout in self.bare for name in layout.names)
         options = []
-        for axis in self.mesh:
+        for axis in (axis for axis, n in self.mesh.items() if n > 1):  # one device shows nothing
             places: list[tuple[str, str | None, tuple[int, ...]]] = []
             for name in (*names, None):
                 free = [i for i, layout in enumerate(self.bare[count:]) if name not in layout.names]
@@ -205,16 +206,19 @@ class _Rule:
                 places += [(axis, name, terms) for terms in some]
             options.append(places)
         for chosen in itertools.product(*options):
-            sides = []
-            for i, layout in enumerate(self.bare):
-                axes: dict[str, tuple[str, ...]] = {}
-                for axis, name, _ in chosen:
-                    if name in layout.names:
-                        axes[name] = (*axes.get(name, ()), axis)
-                sides.append(_placed(layout, axes, [axis for axis, _, terms in chosen if i - count in terms]))
-            text = " -> ".join(", ".join(map(str, side)) for side in (sides[:count], sides[count:]))
-            found.setdefault(text, Pattern(text))
+            with contextlib.suppress(LayoutError):  # no string says that of the factors of a dimension
+                one = Pattern(self._text(chosen))
+                found.setdefault(str(one), one)
         return iter(found.values())
+
+    def _text(self, chosen: Sequence[tuple[str, str | None, Collection[int]]]) -> str:
+        """The pattern of one placement: for each axis a name, and the results of which its devices hold terms."""
+        count, layouts = len(self.declared.inputs), []
+        for i, layout in enumerate(self.bare):
+            own = [(axis, name) for axis, name, _ in chosen if name in layout.names]
+            axes = {name: tuple(axis for axis, one in own if one == name) for _, name in own if name}
+            layouts.append(str(_placed(layout, axes, [axis for axis, _, terms in chosen if i - count in terms])))
+        return f"{', '.join(layouts[:count])} -> {', '.join(layouts[count:])}"
 
     def tried(self, pattern: Pattern) -> Placement:
         """What numbers say of one placement."""
@@ -234,7 +238,9 @@ class _Rule:
         )
         if trial.wrong:
             return of(False, difference_text(trial))
-        return of(*self._run(pattern, trial.why)) if trial.why else of(True)
+        if trial.why:
+            return of(*self._run(pattern, trial.why))
+        return of(None, f"{trial.underived}; with grad=False results are compared") if trial.underived else of(True)
 
     def _run(self, pattern: Pattern, why: str) -> tuple[bool | None, str]:
         """Whether the compiled program says that a placement holds, or why it cannot be asked."""

@@ -56,7 +56,10 @@ def test_a_mesh_without_devices_is_followed_as_well(kind: AxisType) -> None:
 
 def test_what_each_says() -> None:
     said = lambda kind, *args: str(spmd.check(PROGRAMS[kind], *args).verdict)
-    assert said("proved", X) == "no findings: proved. On dp=2, tp=4 the results and gradients are those of one device"
+    assert said("proved", X) == (
+        "no findings: proved. On dp=2, tp=4 the results and gradients are those of one device; "
+        "on dp=3, tp=2, b=6 (given 8), d=4 (given 16) the results are, too"
+    )
     assert said("wrong", X) == "wrong. On dp=2, tp=4 the results differ from those of one device"
     assert "Types suspect" in said("tested", X[0])
     assert str(Verdict("")) == "no findings"
@@ -223,7 +226,7 @@ def test_gradients_that_cannot_be_taken_are_named() -> None:
     largest = spmd.kernel("b/dp -> scalar", mesh=spmd.make_mesh(dp=2))(lambda x: jax.lax.pmax(x.max(), "dp"))
     verdict = spmd.check(largest, jax.ShapeDtypeStruct((8,), "float32")).verdict
     assert verdict.kind == "tested"
-    assert "the results are those of one device. Gradients are not compared: it fails on mesh dp=2" in str(verdict), (
+    assert "are, too. Gradients are not compared: it fails on mesh dp=2" in str(verdict), (
         verdict
     )
 
