@@ -133,7 +133,9 @@ def difference_text(trial: Trial) -> str:
     """How the first result or gradient differs from that of one device, in words."""
     if trial.faults:
         return str(_of_fault(trial.faults[0], "it", mesh_text(trial.sizes)).rule)
-    return _row(trial.differences[0], _causes(trial)[trial.differences[0].path])
+    first = trial.differences[0]
+    how = first.how(_causes(trial)[first.path])
+    return f"{labelled(first.path)}: {how}" if how else _row(first, None)
 
 
 def counted_text(lines: Iterable[str]) -> str:

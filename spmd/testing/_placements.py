@@ -94,11 +94,11 @@ def check_rule(
     """Try an operation of yours, as `spmd.local` and `spmd.opaque` take it, over all placements of its arrays.
 
     `check_rule(rows, "b d -> b")` of `lambda x: jnp.sum(x, 1)` says that `"b/x d -> b/x"` and `"b d/x -> b {U:x}"`
-    hold, and `"b d/x -> b"` does not. Each mesh axis divides one name of the pattern, wherever that stands, or none; of
-    a result that it does not divide, the devices hold copies or terms of a sum, `{U:x}`. Every combination over the axes
-    is a placement. It holds if results and gradients on the mesh are those of the same function on one device, for random
-    numbers, interpreted in double precision as `spmd.check` does it. What cannot be interpreted is compiled and run, if
-    there are enough devices.
+    hold, and `"b d/x -> b"` does not. Each mesh axis divides one name of the pattern, wherever that stands, or none. Of
+    a result that it does not divide, the devices hold copies, or terms of a sum, `{U:x}`. Every combination over the
+    axes is a placement. It holds if results and gradients on the mesh are those of the same function on one device, for
+    random numbers, interpreted in double precision as `spmd.check` does it. What cannot be interpreted is compiled and
+    run, if there are enough devices.
 
     Shapes are those of whole arrays. Communication: none; of what is compiled, that of `fn`, forward and backward.
 
@@ -118,7 +118,7 @@ def check_rule(
       The placements. Printed, a table.
 
     Raises:
-      Mismatch: The placement that the pattern declares does not hold, or could not be tested. The message has the table.
+      Mismatch: The placement that the pattern declares does not hold, or could not be tested. The message has all.
       LayoutError: The pattern has a `...`, a margin or a mark on the left, or not as many layouts as arguments.
       SizeError: A size does not divide over the mesh.
 
@@ -131,7 +131,7 @@ def check_rule(
       b d, d f -> b f               holds
       b d/tp, d/tp f -> b f         does not hold  result: "b f" says equal on tp, and it differs there
       b d/tp, d/tp f -> b f {U:tp}  does not hold  result: 48 of 48 numbers differ, by up to 0.97
-      b d, d f -> b f {U:tp}        does not hold  result: 2 times too large: the size of tp, 48 of 48 numbers differ, by up to 1
+      b d, d f -> b f {U:tp}        does not hold  result: 2 times too large: the size of tp
     """
     if not callable(fn):
         raise LayoutError(f"fn is a function, not {kind_of(fn)}.", call=_CALL)
@@ -158,7 +158,7 @@ class _Rule:
     declared: Pattern
     bare: tuple[Layout, ...]
     args: tuple[Any, ...]
-    mesh: Mapping[str, int]
+    mesh: dict[str, Any]
     devices: Any
     reference: Callable[..., Any] | None
     with_pattern: bool

@@ -172,7 +172,11 @@ def test_the_first_commands_of_the_readme(run, monkeypatch):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):  # as users have them
         code, out, err = run(*check[1:])
         meshes = "no findings: tested. On dp=4 (given 16), fsdp=4 (given 128), tp=4 (given 8), v=8 (given 128,256), "
-        assert code == 0 and out.startswith(meshes) and " the results are those of one device, in 3 of 8 rounds of its loops. " in out, err
+        assert (
+            code == 0
+            and out.startswith(meshes)
+            and " the results are those of one device, in 3 of 8 rounds of its loops. " in out
+        ), err
         code, out, err = run(*explain[1:])
         assert code == 0 and "16,384 devices" in out, err
 

@@ -226,9 +226,7 @@ def test_gradients_that_cannot_be_taken_are_named() -> None:
     largest = spmd.kernel("b/dp -> scalar", mesh=spmd.make_mesh(dp=2))(lambda x: jax.lax.pmax(x.max(), "dp"))
     verdict = spmd.check(largest, jax.ShapeDtypeStruct((8,), "float32")).verdict
     assert verdict.kind == "tested"
-    assert "are, too. Gradients are not compared: it fails on mesh dp=2" in str(verdict), (
-        verdict
-    )
+    assert "are, too. Gradients are not compared: it fails on mesh dp=2" in str(verdict), verdict
 
 
 # -------------------- what a call of the library says of its result is known after it

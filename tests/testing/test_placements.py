@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,9 @@ def _any(pattern: Pattern, axis: str) -> bool:
 
 
 def _divides(pattern: Pattern, axis: str, names: str) -> bool:
-    return any(axis in layout.axes_of(name) for layout in pattern.layouts for name in names.split() if name in layout.names)
+    return any(
+        axis in layout.axes_of(name) for layout in pattern.layouts for name in names.split() if name in layout.names
+    )
 
 
 # A function on shards, its names, and what algebra says of a placement along one axis.
@@ -66,7 +68,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], str, Rule]] = {
 }
 
 
-@pytest.mark.parametrize("axes", share([{"x": 2}, {"x": 3}, {"x": 2, "y": 3}, {"x": 2, "y": 2}, {"x": 1, "y": 2}]), ids=str)
+@pytest.mark.parametrize(
+    "axes", share([{"x": 2}, {"x": 3}, {"x": 2, "y": 3}, {"x": 2, "y": 2}, {"x": 1, "y": 2}]), ids=str
+)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_a_placement_holds_where_algebra_says_so(name: str, axes: dict[str, int]) -> None:
     fn, pattern, rule = OPERATIONS[name]
@@ -84,7 +88,9 @@ def test_what_is_declared_has_to_hold() -> None:
     found = check_rule(rows, "b/dp d/tp -> b/dp {U:tp}")
     [declared] = [one for one in found if one.declared]
     assert declared.holds and found[0] is declared and found.mesh == {"dp": 2, "tp": 3}
-    with pytest.raises(Mismatch, match=r'"b d/tp -> b" does not hold on mesh tp=2: .*equal on tp, and it differs') as raised:
+    with pytest.raises(
+        Mismatch, match=r'"b d/tp -> b" does not hold on mesh tp=2: .*equal on tp, and it differs'
+    ) as raised:
         check_rule(rows, "b d/tp -> b")
     assert "b d/tp -> b {U:tp}            holds" in str(raised.value)
 
@@ -167,7 +173,11 @@ def test_arguments_sizes_and_dtypes() -> None:
     ids = np.array([0, 3, 1, 2, 3, 0], np.int32)
     table = jax.ShapeDtypeStruct((4, 6), jnp.bfloat16)
     found = check_rule(lambda table, ids: table[ids], "v d, n -> n d", table, ids, mesh={"x": 2})
-    assert [str(one.pattern) for one in found if one.holds] == ["v d/x, n -> n d/x", "v d, n/x -> n/x d", "v d, n -> n d"]
+    assert [str(one.pattern) for one in found if one.holds] == [
+        "v d/x, n -> n d/x",
+        "v d, n/x -> n/x d",
+        "v d, n -> n d",
+    ]
     seen: list[Any] = []
     check_rule(lambda x: seen.append(x.shape) or x, "b (h k) 3 -> b (h k) 3", mesh={"x": 2}, h=4, k=6)
     assert {shape[1] for shape in seen} == {24, 12} and {shape[-1] for shape in seen} == {3}
@@ -188,8 +198,7 @@ def test_how_it_looks() -> None:
         "b d/tp -> b {U:tp}            holds\n"
         "b d -> b                      holds\n"
         'b d/tp -> b                   does not hold  result: "b" says equal on tp, and it differs there\n'
-        "b d -> b {U:tp}               does not hold  "
-        "result: 2 times too large: the size of tp, 4 of 4 numbers differ, by up to 1.44"
+        "b d -> b {U:tp}               does not hold  result: 2 times too large: the size of tp"
     )
     again = pickle.loads(pickle.dumps(found))
     assert again == found and again.mesh == found.mesh and isinstance(again[0], Placement)
@@ -199,7 +208,7 @@ def test_how_it_looks() -> None:
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        (lambda: check_rule(3, "b -> b"), "fn is a function, not an int"),
+        (lambda: check_rule(cast("Any", 3), "b -> b"), "fn is a function, not an int"),
         (lambda: check_rule(jnp.sin, "... d -> ... d"), "each dimension has a name here"),
         (lambda: check_rule(jnp.sin, "_ d -> _ d"), "each dimension has a name here"),
         (lambda: check_rule(jnp.sin, "1+x/dp+1 -> x/dp"), "each dimension has a name here"),
