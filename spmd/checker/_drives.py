@@ -46,8 +46,9 @@ class Drive(NamedTuple):
     beyond: bool = False
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
-        """The arguments, changed."""
-        return [_cast(self.new(np.asarray(x)), x) if i in self.places else x for i, x in enumerate(arrays)]
+        """The arguments, changed. What is too large for their type is infinite."""
+        with np.errstate(all="ignore"):
+            return [_cast(self.new(np.asarray(x)), x) if i in self.places else x for i, x in enumerate(arrays)]
 
 
 def drives(arrays: Sequence[Any], aims: Sequence[Choice]) -> Iterator[Drive]:

@@ -57,7 +57,24 @@ def in_a_call(x):
     return jax.jit(lambda x: jnp.exp(x) + 1.0)(x) / x.shape[0]  # here
 
 
-@pytest.mark.parametrize("body", [in_a_loop, in_a_call])
+def in_a_late_round(x):
+    def step(carry, i):
+        wrong = jnp.where(i == 11, jnp.tanh(carry) / x.shape[0], carry)  # here
+        return jnp.sin(wrong), None
+
+    return lax.scan(step, x, jnp.arange(17))[0]
+
+
+def in_a_late_round_of_a_while(x):
+    def step(state):
+        x_, i = state
+        wrong = jnp.where(i > 6, jnp.tanh(x_) / x.shape[0], x_)  # here
+        return 0.9 * wrong, i + 1
+
+    return lax.while_loop(lambda state: state[1] < 9, step, (x, 0))[0]
+
+
+@pytest.mark.parametrize("body", [in_a_loop, in_a_call, in_a_late_round, in_a_late_round_of_a_while])
 def test_the_line_is_named(body: Any) -> None:
     finding = said(kernel(body), ROWS)
     assert line(body) in finding.line, finding

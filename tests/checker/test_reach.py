@@ -152,3 +152,25 @@ def test_places_of_a_top_k_are_not_negative() -> None:
     made = spmd.kernel("b v/dp -> b k", mesh=spmd.make_mesh(dp=2))(places_of_the_largest)
     assert not spmd.check(made, ROWS)
     made.trace(ROWS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_number_that_is_driven_beyond_its_type_warns_of_nothing(dtype: str) -> None:
+    body = lambda x: jnp.where(x.astype(jnp.float32) > 1e30, 0 * x, x)
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=4))(body)
+    assert spmd.check(kernel, jax.ShapeDtypeStruct((8, 4), dtype)).verdict.kind == "proved"
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("length", [3, 5, 40])
+def test_a_verdict_says_how_many_rounds_were_compared(length: int, ring: bool) -> None:
+    """As many as blocks need to go round, and three more."""
+
+    def body(x):
+        before = lambda x: jnp.concatenate([spmd.shift(x[-1:], "[k/dp] d", 1), x[:-1]]) if ring else x
+        return lax.scan(lambda x, _: (0.9 * x + 0.1 * before(x), None), x, None, length=length)[0]
+
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2))(body)
+    verdict = str(spmd.check(kernel, jax.ShapeDtypeStruct((8, 4), "float32")).verdict)
+    rounds = 5 if ring else 3
+    assert (f" in {rounds} of {length} rounds of its loops" in verdict) == (rounds < length), verdict

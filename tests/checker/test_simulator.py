@@ -333,3 +333,20 @@ def test_only_a_sort_is_typed_equal_where_it_differs() -> None:
                 walk(jaxpr, [held_number(x) for x in stacked], machine)
             found |= getattr(machine, "mistyped", set())
     assert found == {"sort"}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_scan_of_a_few_rounds(reverse: bool) -> None:
+    """The first two, and the last; between them stands what the second one made."""
+    run = lambda x: lax.scan(lambda n, row: (n + 1, 2 * row), 0, x, reverse=reverse)
+    rows = np.arange(6, dtype=np.float32)
+    count, found = simulate(jax.make_jaxpr(run)(rows), [held_number(rows)], 10**6, rounds={6: 3, 5: 1}).outs
+    assert count == 3 and found.tolist() == ([0, 8, 8, 8, 8, 10] if reverse else [0, 2, 2, 2, 2, 10])
+    whole, found = simulate(jax.make_jaxpr(run)(rows), [held_number(rows)], 10**6, rounds={5: 3, 7: 3}).outs
+    assert whole == 6 and found.tolist() == (2 * rows).tolist()
+
+
+def test_a_loop_that_a_test_ends_of_a_few_rounds() -> None:
+    run = lambda n: lax.while_loop(lambda n: n < 100, lambda n: n + 1, n)
+    few, whole = (simulate(jax.make_jaxpr(run)(0), [np.int32(0)], 10**6, rounds=how).outs for how in ({0: 7}, {}))
+    assert few[0] == 7 and whole[0] == 100
