@@ -12,7 +12,15 @@ from spmd.nn.attention import (
 from spmd.nn.cache import cached_attention, kv_cache, kv_cache_append
 from spmd.nn.latent import LatentWeights, cached_latent_attention, latent_attention
 from spmd.nn.linear import column_linear, gated_mlp, mlp, qkv_linear, row_linear
-from spmd.nn.loss import cross_entropy, embedding, linear_cross_entropy, unembedding
+from spmd.nn.loss import (
+    cross_entropy,
+    embedding,
+    entropy,
+    kl_divergence,
+    linear_cross_entropy,
+    token_logprobs,
+    unembedding,
+)
 from spmd.nn.norm import dropout, layer_norm, rms_norm
 
 __all__ = [
@@ -25,7 +33,9 @@ __all__ = [
     "dot_product_attention",
     "dropout",
     "embedding",
+    "entropy",
     "gated_mlp",
+    "kl_divergence",
     "kv_cache",
     "kv_cache_append",
     "latent_attention",
@@ -39,6 +49,7 @@ __all__ = [
     "rotary_frequencies",
     "row_linear",
     "spread_heads",
+    "token_logprobs",
     "unembedding",
 ]
 

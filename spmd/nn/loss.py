@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ def cross_entropy(
     *,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
+    vocabulary: int | None = None,
     ignore: int | None = None,
     reduction: Reduction = "mean",
     tp: Axes = None,
@@ -63,6 +65,9 @@ def cross_entropy(
       mask: Which tokens count: booleans, or weights.
       label_smoothing: The share e, from 0 to 1.
       z_loss: The weight of the squared logsumexp, which keeps scores from drifting.
+      softcap: The bound c that `c * tanh(score / c)` keeps scores within. One of -inf stays so.
+      vocabulary: How many tokens there are, where the table has more rows so that its size divides: the scores behind
+        them are as -inf, and smoothing gives them nothing.
       ignore: A label that does not count, such as -100.
       reduction: "mean" (0 if no token counts), "sum", or "none", which gives each token's loss, 0 if it does not count.
       tp: The mesh axes that divide the vocabulary.
@@ -73,8 +78,9 @@ def cross_entropy(
       The loss, at least float32.
 
     Raises:
-      LayoutError: If `reduction` is something else, labels are not integers, or smoothing is not from 0 to 1.
-      SizeError: If labels or mask do not have the shape of the tokens.
+      LayoutError: If `reduction` is something else, labels are not integers, smoothing is not from 0 to 1, or softcap
+        is not above 0.
+      SizeError: If labels or mask do not have the shape of the tokens, or the vocabulary is larger than the scores are.
       SpmdError: If sizes or placements do not fit.
 
     Example:
@@ -88,10 +94,12 @@ def cross_entropy(
 
     References:
       Shoeybi et al., "Megatron-LM", https://arxiv.org/abs/1909.08053; Szegedy et al., https://arxiv.org/abs/1512.00567
-      (smoothing); Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311 (z-loss).
+      (smoothing); Chowdhery et al., "PaLM", https://arxiv.org/abs/2204.02311 (z-loss); Gemma team, "Gemma 2",
+      https://arxiv.org/abs/2408.00118 (softcap).
     """
-    labels = _checked("cross_entropy", logits, labels, mask, label_smoothing, reduction)
-    losses = _token_losses(logits, labels, tp, label_smoothing, z_loss)
+    scoring = _Scoring.of("cross_entropy", tp, softcap, vocabulary, label_smoothing, z_loss)
+    labels = _checked("cross_entropy", logits, labels, mask, reduction)
+    losses = _token_losses(logits, labels, scoring)
     return _reduced(losses, _weights(labels, mask, ignore, losses.dtype), reduction, dp, cp)
 
 
@@ -105,6 +113,8 @@ def linear_cross_entropy(
     chunks: int = 8,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    softcap: float | None = None,
+    vocabulary: int | None = None,
     ignore: int | None = None,
     reduction: Reduction = "mean",
     tp: Axes = None,
@@ -137,6 +147,8 @@ def linear_cross_entropy(
         once.
       label_smoothing: As in `cross_entropy`.
       z_loss: As in `cross_entropy`.
+      softcap: As in `cross_entropy`.
+      vocabulary: As in `cross_entropy`.
       ignore: As in `cross_entropy`.
       reduction: As in `cross_entropy`.
       tp: The mesh axes that divide the vocabulary.
@@ -167,15 +179,16 @@ def linear_cross_entropy(
     """
     if fault := not_int("chunks, the number of parts,", chunks, 1):
         raise LayoutError(fault, call="linear_cross_entropy(x, table, labels)")
+    scoring = _Scoring.of("linear_cross_entropy", tp, softcap, vocabulary, label_smoothing, z_loss)
     x = entered(x, tp=tp, sp=sp, cp=cp)
-    labels = _checked("linear_cross_entropy", x, labels, mask, label_smoothing, reduction)
+    labels = _checked("linear_cross_entropy", x, labels, mask, reduction)
     # Made varying before the loop, so that its gradient is added up over chunks first, and over devices once.
     table = defer(table, "v/tp d -> v/tp d {R:dp,cp}", tp=tp, dp=dp, cp=cp)
 
     def chunk(_: None, part: Any) -> Any:
         x, labels = part
         logits = wide_einsum(x, table.astype(x.dtype), "... d, v/tp d -> ... v/tp", tp=tp)
-        return None, _token_losses(logits, labels, tp, label_smoothing, z_loss)
+        return None, _token_losses(logits, labels, scoring)
 
     if chunks == 1:
         losses = chunk(None, (x, labels))[1]
@@ -191,51 +204,308 @@ def linear_cross_entropy(
     return _reduced(losses, _weights(labels, mask, ignore, losses.dtype), reduction, dp, cp)
 
 
-# --- each token ---------------------------------------------------------------------------------------------
+# --- what probabilities say of tokens -------------------------------------------------------------------------------
 
 
-def _token_losses(logits: Any, labels: Any, tp: Axes, smoothing: float, z_loss: float) -> Any:
+@scope(mapping=None)
+def token_logprobs(
+    logits: Any, labels: Any, *, softcap: float | None = None, vocabulary: int | None = None, tp: Axes = None
+) -> jax.Array:
+    """The log-probability of given tokens under scores with a divided vocabulary, as policy gradients need it.
+
+    It is `cross_entropy` of each token with its sign changed: -inf for a token whose score is -inf.
+
+    Layouts: logits `"... v/tp"`, labels `"..."`, whole over tp; the result `"..."`.
+
+    Communication: forward, three psums over tp of one float32 per token, 24T(n-1)/n bytes for T tokens per device on n
+    devices. Backward nothing. Reverse mode only.
+
+    Args:
+      logits: Scores, before softmax.
+      labels: Integers. One outside the vocabulary gives NaN.
+      softcap: As in `cross_entropy`.
+      vocabulary: As in `cross_entropy`.
+      tp: The mesh axes that divide the vocabulary.
+
+    Returns:
+      The log-probabilities, at least float32.
+
+    Raises:
+      LayoutError: As in `cross_entropy`.
+      SizeError: As in `cross_entropy`.
+      SpmdError: If sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("b v/tp, b -> b", mesh=mesh)
+      ... def logprobs(logits, actions):
+      ...     return spmd.nn.token_logprobs(logits, actions, tp="tp")
+      >>> print(logprobs(jnp.zeros((2, 8)), jnp.zeros(2, int)))  # -log 8
+      [-2.0794415 -2.0794415]
+
+    References:
+      Schulman et al., "Proximal policy optimization", https://arxiv.org/abs/1707.06347
+    """
+    scoring = _Scoring.of("token_logprobs", tp, softcap, vocabulary)
+    return -_token_losses(logits, _checked("token_logprobs", logits, labels, None, "none"), scoring)
+
+
+@scope(mapping=None)
+def entropy(logits: Any, *, softcap: float | None = None, vocabulary: int | None = None, tp: Axes = None) -> jax.Array:
+    """The entropy, in nats, of the probabilities that scores with a divided vocabulary stand for.
+
+    A score of -inf is a probability of 0 and adds nothing, forward and backward.
+
+    Layouts: logits `"... v/tp"`, the result `"..."`.
+
+    Communication: forward, three psums over tp of one float32 per token, 24T(n-1)/n bytes for T tokens per device on n
+    devices. Backward nothing. Reverse mode only.
+
+    Args:
+      logits: Scores, before softmax.
+      softcap: As in `cross_entropy`.
+      vocabulary: As in `cross_entropy`.
+      tp: The mesh axes that divide the vocabulary.
+
+    Returns:
+      The entropy of each token's distribution, at least float32.
+
+    Raises:
+      LayoutError: As in `cross_entropy`.
+      SizeError: As in `cross_entropy`.
+      SpmdError: If sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("b v/tp -> b", mesh=mesh)
+      ... def spread(logits):
+      ...     return spmd.nn.entropy(logits, tp="tp")
+      >>> print(spread(jnp.zeros((1, 8))))  # log 8
+      [2.0794415]
+
+    References:
+      Williams and Peng, "Function optimization using connectionist reinforcement learning algorithms", 1991.
+    """
+    return _entropies(logits, _Scoring.of("entropy", tp, softcap, vocabulary).of_size(logits))
+
+
+@scope(mapping=None)
+def kl_divergence(
+    logits: Any, other: Any, *, softcap: float | None = None, vocabulary: int | None = None, tp: Axes = None
+) -> jax.Array:
+    """KL(p || q), in nats, of the probabilities p and q of two arrays of scores with a divided vocabulary.
+
+    What p excludes, by a score of -inf, adds nothing. What q alone excludes makes it infinite. Both have gradients: a
+    reference policy has `jax.lax.stop_gradient` around it.
+
+    Layouts: logits and other `"... v/tp"`, the result `"..."`.
+
+    Communication: forward, five psums over tp of one float32 per token, 40T(n-1)/n bytes for T tokens per device on n
+    devices. Backward nothing. Reverse mode only.
+
+    Args:
+      logits: The scores of p, before softmax.
+      other: The scores of q.
+      softcap: As in `cross_entropy`, for both.
+      vocabulary: As in `cross_entropy`, for both.
+      tp: The mesh axes that divide the vocabulary.
+
+    Returns:
+      The divergence of each token's distributions, at least float32.
+
+    Raises:
+      LayoutError: As in `cross_entropy`.
+      SizeError: If both have not the same shape, or as in `cross_entropy`.
+      SpmdError: If sizes or placements do not fit.
+
+    Example:
+      >>> import jax.numpy as jnp, spmd
+      >>> mesh = spmd.make_mesh(tp=2)
+      >>> @spmd.kernel("b v/tp, b v/tp -> b", mesh=mesh)
+      ... def apart(p, q):
+      ...     return spmd.nn.kl_divergence(p, q, tp="tp")
+      >>> print(apart(jnp.zeros((1, 4)), jnp.log(jnp.array([[0.1, 0.2, 0.3, 0.4]]))))
+      [0.1217773]
+
+    References:
+      Ziegler et al., "Fine-tuning language models from human preferences", https://arxiv.org/abs/1909.08593
+    """
+    if jnp.shape(logits) != jnp.shape(other):
+        got = [f"logits: shape {jnp.shape(logits)}", f"other: shape {jnp.shape(other)}"]
+        raise SizeError("both have a score for each token of one vocabulary.", call="kl_divergence(...)", got=got)
+    scoring = _Scoring.of("kl_divergence", tp, softcap, vocabulary).of_size(logits)
+    return _divergences(logits, other, scoring)
+
+
+class _Scoring(NamedTuple):
+    """How scores are read, and what is asked of them.
+
+    Attributes:
+      tp: The mesh axes that divide the vocabulary.
+      softcap: The bound of scores, if there is one.
+      vocabulary: How many tokens there are, if the scores have more.
+      smoothing: The share of the uniform distribution.
+      z_loss: The weight of the squared logsumexp.
+      name: The function that the user called.
+    """
+
+    tp: Axes
+    softcap: float | None
+    vocabulary: int | None
+    smoothing: float
+    z_loss: float
+    name: str
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        tp: Axes,
+        softcap: float | None,
+        vocabulary: int | None,
+        smoothing: float = 0.0,
+        z_loss: float = 0.0,
+    ) -> _Scoring:
+        if not 0 <= smoothing <= 1:
+            raise LayoutError(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=f"{name}(...)")
+        if softcap is not None and not softcap > 0:
+            raise LayoutError(f"softcap is a number above 0, or None, not {softcap!r}.", call=f"{name}(...)")
+        if vocabulary is not None and (fault := not_int("vocabulary, the number of tokens,", vocabulary, 1)):
+            raise LayoutError(fault, call=f"{name}(...)")
+        return cls(tp, softcap, vocabulary, smoothing, z_loss, name)
+
+    def of_size(self, logits: Any) -> _Scoring:
+        """The same with the number of tokens, after the scores are checked."""
+        most = size(logits, "... [v/tp]", tp=self.tp)
+        if self.vocabulary is not None and self.vocabulary > most:
+            rule = f"the vocabulary has {self.vocabulary:,} tokens, and there are scores for {most:,}."
+            raise SizeError(rule, call=f"{self.name}(...)")
+        return self._replace(vocabulary=self.vocabulary or most)
+
+    def numbers(self, scores: Any) -> Any:
+        """The number of the token that each score of this device is for."""
+        most = size(scores, "... [v/tp]", tp=self.tp)
+        return with_rank(iota("v/tp", jnp.int32, v=most, tp=self.tp), scores.ndim)
+
+    def scores(self, logits: Any) -> tuple[Any, Any]:
+        """The scores that count, and what a slope of theirs is times as a slope of the logits; None for 1."""
+        scores, slope = logits.astype(wide(logits)), None
+        if self.softcap is not None:
+            bent = jnp.tanh(scores / self.softcap)
+            slope = 1 - bent**2
+            scores = jnp.where(scores == -jnp.inf, scores, self.softcap * bent)
+        if self.vocabulary is not None and self.vocabulary < size(logits, "... [v/tp]", tp=self.tp):
+            scores = jnp.where(self.numbers(logits) < self.vocabulary, scores, -jnp.inf)
+        return scores, slope
+
+
+def _with_slope(slopes: Any, slope: Any, logits: Any, cotangent: Any) -> Any:
+    """Slopes of scores as slopes of logits; 0 for a token that does not count."""
+    slopes = slopes if slope is None else slopes * slope
+    return jnp.where(cotangent[..., None] == 0, 0.0, slopes * cotangent[..., None]).astype(logits.dtype)
+
+
+def _lse(scores: Any, scoring: _Scoring) -> Any:
+    return reduce(scores, "... v/tp -> ...", "logsumexp", tp=scoring.tp)
+
+
+def _expected(p: Any, x: Any, scoring: _Scoring) -> Any:
+    """The mean of a number under probabilities; what has a probability of 0 adds nothing, were it infinite."""
+    return reduce(jnp.where(p == 0, 0.0, x) * p, "... v/tp -> ...", tp=scoring.tp)
+
+
+def _token_losses(logits: Any, labels: Any, scoring: _Scoring) -> Any:
     """The loss of each token. The backward pass uses the kept logsumexp and does not communicate."""
-    known = (labels >= 0) & (labels < size(logits, "... [v/tp]", tp=tp))
+    scoring = scoring.of_size(logits)
+    known = (labels >= 0) & (labels < scoring.vocabulary)
     # Outside of the custom rule: labels may be a gathered copy, and then JAX sums the copies' cotangents here.
-    return jnp.where(known, _losses(logits, labels, (tp, smoothing, z_loss)), jnp.nan)
+    return jnp.where(known, _losses(logits, labels, scoring), jnp.nan)
 
 
-def _plain(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
-    return _forward(logits, labels, options)[0]
+def _loss(logits: Any, labels: Any, scoring: _Scoring) -> Any:
+    return _loss_forward(logits, labels, scoring)[0]
 
 
-def _forward(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
-    tp, _, z_loss = options
-    scores = logits.astype(wide(logits))
-    lse = checkpoint_name(reduce(scores, "... v/tp -> ...", "logsumexp", tp=tp), "logsumexp")
-    target = _target(logits, labels, options)
-    # A score of -inf where the target is zero adds nothing: zero times infinity would be NaN.
-    expected = reduce(jnp.where(target == 0, 0.0, scores) * target, "... v/tp -> ...", tp=tp)
-    return lse - expected + (z_loss * lse**2 if z_loss else 0.0), (logits, labels, lse)
+def _loss_forward(logits: Any, labels: Any, scoring: _Scoring) -> Any:
+    scores, _ = scoring.scores(logits)
+    lse = checkpoint_name(_lse(scores, scoring), "logsumexp")
+    expected = _expected(_target(logits, labels, scoring), scores, scoring)
+    return lse - expected + (scoring.z_loss * lse**2 if scoring.z_loss else 0.0), (logits, labels, lse)
 
 
-def _backward(options: tuple[Axes, float, float], kept: Any, cotangent: Any) -> Any:
-    (logits, labels, lse), z_loss = kept, options[2]
-    p = jnp.exp(logits.astype(lse.dtype) - lse[..., None])
-    p = p * (1 + 2 * z_loss * lse)[..., None] if z_loss else p
-    along = cotangent[..., None]
-    slopes = (p - _target(logits, labels, options)) * along
-    return jnp.where(along == 0, 0.0, slopes).astype(logits.dtype), None  # 0 of a token that does not count
+def _loss_backward(scoring: _Scoring, kept: Any, cotangent: Any) -> Any:
+    logits, labels, lse = kept
+    scores, slope = scoring.scores(logits)
+    p = jnp.exp(scores - lse[..., None])
+    p = p * (1 + 2 * scoring.z_loss * lse)[..., None] if scoring.z_loss else p
+    return _with_slope(p - _target(logits, labels, scoring), slope, logits, cotangent), None
 
 
-_losses = custom_vjp(_plain, nondiff_argnums=(2,))
-_losses.defvjp(_forward, _backward)
+_losses = custom_vjp(_loss, nondiff_argnums=(2,))
+_losses.defvjp(_loss_forward, _loss_backward)
 
 
-def _target(logits: Any, labels: Any, options: tuple[Axes, float, float]) -> Any:
+def _target(logits: Any, labels: Any, scoring: _Scoring) -> Any:
     """The distribution that the labels stand for: this device's part of the vocabulary."""
-    tp, smoothing, _ = options
-    vocabulary = size(logits, "... [v/tp]", tp=tp)
-    numbers = iota("v/tp", labels.dtype, v=vocabulary, tp=tp)
-    here = labels[..., None] == with_rank(numbers, labels.ndim + 1)
-    rest = smoothing / vocabulary
-    return jnp.where(here, 1 - smoothing + rest, rest).astype(wide(logits))
+    assert scoring.vocabulary is not None
+    numbers, rest = scoring.numbers(logits), scoring.smoothing / scoring.vocabulary
+    found = jnp.where(labels[..., None] == numbers, 1 - scoring.smoothing + rest, rest)
+    return (jnp.where(numbers < scoring.vocabulary, found, 0.0) if rest else found).astype(wide(logits))
+
+
+def _entropy(logits: Any, scoring: _Scoring) -> Any:
+    return _entropy_forward(logits, scoring)[0]
+
+
+def _entropy_forward(logits: Any, scoring: _Scoring) -> Any:
+    scores, _ = scoring.scores(logits)
+    lse = _lse(scores, scoring)
+    logp = scores - lse[..., None]
+    found = -_expected(jnp.exp(logp), logp, scoring)  # the scores' own mean would cancel most digits of lse
+    return found, (logits, lse, found)
+
+
+def _entropy_backward(scoring: _Scoring, kept: Any, cotangent: Any) -> Any:
+    logits, lse, found = kept
+    scores, slope = scoring.scores(logits)
+    logp = scores - lse[..., None]
+    p = jnp.exp(logp)
+    return (_with_slope(jnp.where(p == 0, 0.0, -p * (logp + found[..., None])), slope, logits, cotangent),)
+
+
+_entropies = custom_vjp(_entropy, nondiff_argnums=(1,))
+_entropies.defvjp(_entropy_forward, _entropy_backward)
+
+
+def _divergence(logits: Any, other: Any, scoring: _Scoring) -> Any:
+    return _divergence_forward(logits, other, scoring)[0]
+
+
+def _divergence_forward(logits: Any, other: Any, scoring: _Scoring) -> Any:
+    (one, _), (two, _) = scoring.scores(logits), scoring.scores(other)
+    lses = _lse(one, scoring), _lse(two, scoring)
+    logp, logq = one - lses[0][..., None], two - lses[1][..., None]
+    p = jnp.exp(logp)
+    found = _expected(p, jnp.where(p == 0, 0.0, logp - logq), scoring)
+    return found, (logits, other, lses, found)
+
+
+def _divergence_backward(scoring: _Scoring, kept: Any, cotangent: Any) -> Any:
+    logits, other, lses, found = kept
+    (one, of_one), (two, of_two) = scoring.scores(logits), scoring.scores(other)
+    logp, logq = one - lses[0][..., None], two - lses[1][..., None]
+    p = jnp.exp(logp)
+    slopes = jnp.where(p == 0, 0.0, p * (logp - logq - found[..., None]))
+    return (
+        _with_slope(slopes, of_one, logits, cotangent),
+        _with_slope(jnp.exp(logq) - p, of_two, other, cotangent),
+    )
+
+
+_divergences = custom_vjp(_divergence, nondiff_argnums=(2,))
+_divergences.defvjp(_divergence_forward, _divergence_backward)
 
 
 # --- all tokens ---------------------------------------------------------------------------------------------
@@ -274,7 +544,7 @@ def _over_all(x: Any, op: Literal["sum", "mean"], dp: Axes, cp: Axes) -> Any:
     return total if op == "sum" else total / size(jnp.zeros(x.size), "[t/dp/cp]", dp=dp, cp=cp)
 
 
-def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, reduction: str) -> Any:
+def _checked(name: str, scores: Any, labels: Any, mask: Any, reduction: str) -> Any:
     """The labels, wide enough for any vocabulary, after the arguments are checked."""
     call = f"{name}(...)"
     if isinstance(mask, str):
@@ -286,8 +556,6 @@ def _checked(name: str, scores: Any, labels: Any, mask: Any, smoothing: float, r
     if not jnp.issubdtype(jnp.result_type(labels), jnp.integer):
         got = [f"labels: {jnp.result_type(labels)}{list(jnp.shape(labels))}"]
         raise LayoutError("labels are integers, the numbers of tokens in the vocabulary.", call=call, got=got)
-    if not 0 <= smoothing <= 1:
-        raise LayoutError(f"label_smoothing is from 0 to 1, not {smoothing!r}.", call=call)
     tokens, marks = scores.shape[:-1], jnp.shape(labels if mask is None else mask)
     if not tokens == jnp.shape(labels) == marks:
         rule = "labels and a mask have one number for each token: if broadcast, a number would be counted once."

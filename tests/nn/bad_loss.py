@@ -19,6 +19,12 @@ bad(
     cross_entropy_with_an_unknown_reduction=lambda mesh: loss(mesh, tp="tp", dp="dp", reduction="avg"),
     cross_entropy_of_labels_that_are_floats=lambda mesh: loss(mesh, tp="tp", dp="dp", dtype=np.float32),
     cross_entropy_with_much_smoothing=lambda mesh: loss(mesh, tp="tp", dp="dp", label_smoothing=10),
+    cross_entropy_with_a_cap_of_zero=lambda mesh: loss(mesh, tp="tp", dp="dp", softcap=0.0),
+    cross_entropy_of_more_tokens_than_scores=lambda mesh: loss(mesh, tp="tp", dp="dp", vocabulary=50257),
+    cross_entropy_of_a_vocabulary_by_name=lambda mesh: loss(mesh, tp="tp", dp="dp", vocabulary="v"),
+    kl_divergence_of_other_shapes=lambda mesh: body(
+        "b v/tp, n v/tp -> b", lambda x, y: spmd.nn.kl_divergence(x, y, tp="tp"), mesh, X, X[:4]
+    ),
 )
 
 

@@ -93,3 +93,83 @@ def _():
                 )
             ),
         )
+
+
+# --- what probabilities say of tokens: a vocabulary with rows of padding, scores that are bent
+
+
+def plain_scores(logits, softcap, vocabulary):
+    scores = softcap * jnp.tanh(logits / softcap)
+    return scores[..., :vocabulary]
+
+
+def plain_logp(logits, softcap, vocabulary):
+    scores = plain_scores(logits, softcap, vocabulary)
+    scores = scores - scores.max(-1, keepdims=True)
+    return scores - jnp.log(jnp.exp(scores).sum(-1, keepdims=True))
+
+
+def padded(case):
+    """Three tokens fewer than scores, of which there are at least eight."""
+    return case.shapes["v"] - 3
+
+
+def per_token(psums):
+    return lambda case: case.traffic("psum", "tp", "b/dp s/cp", psums, dtype="float32")
+
+
+def _on_tokens(name, ins, psums, call, plain, make=None):
+    """Cases of a function of scores that gives a number for each token."""
+    for case in linear_cases(
+        name,
+        None,
+        ins,
+        "b/dp s/cp",
+        lambda *given: None,
+        per_token(psums),
+        lambda c: {},
+        make=make,
+        out_dtype="float32",
+    ):
+        if case.axes["sp"] is None:
+            count = padded(case)
+            yield replace(
+                case,
+                fn=lambda axes, count=count: lambda *given: call(*given, softcap=2.5, vocabulary=count, tp=axes["tp"]),
+                reference=lambda *given, count=count: plain(*given, 2.5, count),
+            )
+
+
+def labels_of_some(rng, shapes):
+    """Labels below the first of all tokens: padding has none."""
+    floats, labels = shapes
+    below = max(floats[-1] - 3, 1)
+    return [3 * rng.normal(size=floats).astype("f4"), rng.integers(below, size=labels, dtype=np.int32)]
+
+
+@cases("token_logprobs", draw=2)
+def _():
+    def plain(logits, labels, softcap, count):
+        return jnp.take_along_axis(plain_logp(logits, softcap, count), labels[..., None], -1)[..., 0]
+
+    yield from _on_tokens(
+        "token_logprobs", ("b/dp s/cp v/tp", "b/dp s/cp"), 3, nn.token_logprobs, plain, make=labels_of_some
+    )
+
+
+@cases("entropy", draw=2)
+def _():
+    def plain(logits, softcap, count):
+        logp = plain_logp(logits, softcap, count)
+        return -(jnp.exp(logp) * logp).sum(-1)
+
+    yield from _on_tokens("entropy", ("b/dp s/cp v/tp",), 3, nn.entropy, plain)
+
+
+@cases("kl_divergence", draw=2)
+def _():
+    def plain(logits, other, softcap, count):
+        one, two = plain_logp(logits, softcap, count), plain_logp(other, softcap, count)
+        return (jnp.exp(one) * (one - two)).sum(-1)
+
+    yield from _on_tokens("kl_divergence", ("b/dp s/cp v/tp", "b/dp s/cp v/tp"), 5, nn.kl_divergence, plain)

@@ -208,6 +208,138 @@ def test_masked_tokens_in_chunks_have_the_loss_of_optax(seed):
             np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+# -------------------- padded vocabularies, capped scores, and what policies need
+
+
+def by_hand(logits, softcap=None, count=None):
+    """The scores that count, by plain JAX: capped, and without what is behind the vocabulary."""
+    scores = logits.astype(jnp.float32)
+    if softcap is not None:
+        scores = jnp.where(jnp.isneginf(scores), -jnp.inf, softcap * jnp.tanh(scores / softcap))
+    return scores[..., :count]
+
+
+def finite_sum(terms, p):
+    return jnp.where(p == 0, 0, terms).sum(-1)
+
+
+def entropy_by_hand(scores):
+    logp = jax.nn.log_softmax(scores)
+    p = jnp.exp(logp)
+    return -finite_sum(jnp.where(p == 0, 0, p) * jnp.where(p == 0, 0, logp), p)
+
+
+def divergence_by_hand(scores, others):
+    logp, logq = jax.nn.log_softmax(scores), jax.nn.log_softmax(others)
+    p = jnp.exp(logp)
+    return finite_sum(p * jnp.where(p == 0, 0, logp - logq), p)
+
+
+OF_TOKENS = {
+    "token_logprobs": (
+        lambda logits, other, labels, how: nn.token_logprobs(logits, labels, **how),
+        lambda scores, others, labels: jnp.take_along_axis(jax.nn.log_softmax(scores), labels[..., None], -1)[..., 0],
+    ),
+    "entropy": (
+        lambda logits, other, labels, how: nn.entropy(logits, **how),
+        lambda scores, others, labels: entropy_by_hand(scores),
+    ),
+    "kl_divergence": (
+        lambda logits, other, labels, how: nn.kl_divergence(logits, other, **how),
+        lambda scores, others, labels: divergence_by_hand(scores, others),
+    ),
+    "the second of kl_divergence": (
+        lambda logits, other, labels, how: nn.kl_divergence(other, logits, **how),
+        lambda scores, others, labels: divergence_by_hand(others, scores),
+    ),
+    "cross_entropy": (
+        lambda logits, other, labels, how: nn.cross_entropy(
+            logits, labels, reduction="none", label_smoothing=0.1, z_loss=1e-2, **how
+        ),
+        lambda scores, others, labels: by_optax(scores, labels, 0.1, 1e-2),
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", seeds(6))
+@pytest.mark.parametrize("name", OF_TOKENS)
+def test_what_scores_say_of_tokens(name, seed):
+    """In each mode, forward and backward: capped or not, with padding or not, and some tokens that are banned."""
+    sampler = Sampler(seed)
+    fn, truth = OF_TOKENS[name]
+    tp, dtype = sampler.choice(["tp", None, ("tp", "dp")]), sampler.choice([jnp.float32, jnp.bfloat16])
+    softcap, count = sampler.choice([None, 2.0, 30.0]), sampler.choice([None, 13, 16])
+    logits, other = (5 * sampler.array((4, 16), whole=False).astype(np.float32) for _ in range(2))
+    if name != "cross_entropy":  # whose smoothing gives a share to what is banned
+        banned = sampler.choice([[], [7], [5, 6, 9]])
+        logits[1:, banned] = -np.inf
+        other[:, banned] = -np.inf
+    labels = sampler.rng.choice([0, 3, 12], size=4).astype(np.int32)
+    logits, other = logits.astype(dtype), other.astype(dtype)
+
+    @spmd.kernel("b v/tp, b v/tp, b -> b", axes={"tp": tp}, mesh=MESH)
+    def kernel(logits, other, labels):
+        return fn(logits, other, labels, {"tp": "tp", "softcap": softcap, "vocabulary": count})
+
+    plain = lambda logits, other, labels: truth(by_hand(logits, softcap, count), by_hand(other, softcap, count), labels)
+    *found, wanted = in_each_mode(kernel, plain, logits, other, labels, 1 + np.arange(4, dtype=np.float32))
+    for value, gradient in found:
+        np.testing.assert_allclose(value, wanted[0], rtol=2e-5, atol=1e-6)
+        rows = np.isfinite(wanted[0])  # beyond, gradients are infinite for several reasons
+        both = (np.nan_to_num(x[rows].astype(np.float32)) for x in (gradient, wanted[1]))
+        np.testing.assert_allclose(*both, rtol=2e-2, atol=2e-6 if dtype == jnp.float32 else 1e-2)
+
+
+def test_a_padded_table_in_chunks():
+    """A vocabulary of 13 whose table has 16 rows: loss and gradient are those of 13 rows, and padding gets none."""
+    x, table = normal(1, 2, 6, 4), normal(2, 16, 4)
+    labels = np.random.default_rng(3).integers(13, size=(2, 6))
+
+    @spmd.kernel("v/tp d, b/dp s/tp d, b/dp s -> scalar", mesh=spmd.make_mesh(dp=2, tp=2))
+    def loss(table, x, labels):
+        return nn.linear_cross_entropy(
+            x, table, labels, chunks=3, tp="tp", sp="tp", dp="dp", vocabulary=13, softcap=1.5, label_smoothing=0.1
+        )
+
+    def plain(table, x, labels):
+        return by_optax(by_hand(jnp.einsum("bsd,vd->bsv", x, table), 1.5, 13), labels, 0.1).mean()
+
+    *found, wanted = in_each_mode(loss, plain, table, x, labels, np.float32(1))
+    for value, gradient in found:
+        np.testing.assert_allclose(value, wanted[0], rtol=1e-5)
+        np.testing.assert_allclose(gradient, wanted[1], rtol=1e-5, atol=1e-6)
+        assert not gradient[13:].any() and gradient[:13].any()
+
+
+def test_a_label_of_padding_is_heard_of():
+    each = jax.jit(lambda *given: nn.token_logprobs(*given, vocabulary=7))
+    run = spmd.kernel("b v, b -> b", mesh=MESH)(each)(normal(0, 2, 8), np.array([6, 7]))
+    assert np.isfinite(run[0]) and np.isnan(run[1])
+
+
+def test_a_policy_gradient_on_any_mesh():
+    """The clipped objective with its penalty, whose tokens and vocabulary are divided."""
+
+    def objective(logits, reference, actions, old, advantages):
+        logp = nn.token_logprobs(logits, actions, tp="tp", vocabulary=10)
+        ratio = jnp.exp(logp - old)
+        gain = jnp.minimum(ratio * advantages, jnp.clip(ratio, 0.8, 1.2) * advantages)
+        kl = nn.kl_divergence(logits, jax.lax.stop_gradient(reference), tp="tp", vocabulary=10)
+        bonus = nn.entropy(logits, tp="tp", vocabulary=10)
+        return spmd.reduce(gain - 0.1 * kl + 0.01 * bonus, "b/dp s -> scalar", "mean")
+
+    kernel = spmd.kernel("b/dp s v/tp, b/dp s v/tp, b/dp s, b/dp s, b/dp s -> scalar", mesh=spmd.make_mesh(dp=2, tp=4))(
+        objective
+    )
+    logits, other = normal(1, 4, 3, 12), normal(2, 4, 3, 12)
+    actions = np.random.default_rng(3).integers(10, size=(4, 3)).astype(np.int32)
+    assert_same_on_any_mesh(kernel, logits, other, actions, -2 + 0.1 * normal(4, 4, 3), normal(5, 4, 3))
+    assert spmd.check(kernel, logits, other, actions, normal(4, 4, 3), normal(5, 4, 3)).verdict.kind in (
+        "proved",
+        "tested",
+    )
+
+
 @pytest.mark.parametrize("given", ["mask", "ignore"])
 def test_what_a_token_that_does_not_count_has_for_scores_is_the_same(given):
     """A row of padding is NaN or all masked: its loss and its gradient are zero, and those of the others stay."""
