@@ -39,8 +39,9 @@ from spmd.checker._drives import drives
 from spmd.checker._located import Located, at_round, located
 from spmd.checker._numbers import Difference, compared, labelled, largest, pulled, rounded
 from spmd.checker._primitives import Array, NotSimulated, Outside
-from spmd.checker._reach import WHILE, Reach, left_by_sizes, shortened
+from spmd.checker._reach import Reach, left_by_sizes
 from spmd.checker._readings import Reading, read_as, readings
+from spmd.checker._rounds import WHILE, shortened
 from spmd.checker._simulator import (
     COUNTS,
     FOR_ONE_NUMBER,

@@ -13,8 +13,7 @@ from jax.extend.core import Literal
 from spmd import _compat
 from spmd._jaxprs.facts import per_shard_reason
 from spmd._jaxprs.lines import call_site, is_ours, is_transposed, line_of
-from spmd._jaxprs.primitives import of_verbs
-from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, equations, held, shape_of, walk
+from spmd._jaxprs.walker import Domain, Equation, Held, Variable, axes_of, equations, shape_of, walk
 from spmd._trees.leaves import is_key, is_key_type
 from spmd.checker._choices import (
     APART,
@@ -39,11 +38,8 @@ from spmd.checker._choices import (
 )
 from spmd.checker._primitives import SAME, Array, numbers_of
 from spmd.checker._ranges import ANY, POSITIVE, Range, range_of, ranges
+from spmd.checker._rounds import WHILE, is_shortened
 
-_ROUNDS = 3  # of a loop in which no block moves: the first, the second and the last
-WHILE = 0  # what stands for the length of a loop that a test ends
-_LOOPS = ("scan", "while")
-_PASSES = of_verbs("ppermute", "all_to_all", "ragged_all_to_all", "pbroadcast")
 _FEW = 6  # numbers of a captured table that arguments may be compared with
 _FLAG = -1_000_000  # what a literal that is a flag has in place of the number of an array
 _SHAPES = frozenset(("reshape", "broadcast_in_dim", "squeeze", "transpose", "jit", "pjit", *SAME))
@@ -176,31 +172,6 @@ class _Reads(Domain):
             forward = bool(reads) and not is_transposed(eqn, self.callers)
             self.found[key] = Choice(eqn.primitive.name, line_of(*site), reads | before, needs, forward)
         return outs
-
-
-def shortened(ours: Any, base: Any) -> dict[int, int]:
-    """Return how many rounds show what loops do, for each length of scans that a program has where nothing is divided
-    too, and for `WHILE`: the first, the second and the last, and as many more as blocks need to go round.
-
-    Args:
-      ours: The program.
-      base: The same where nothing is divided.
-    """
-    lengths = {eqn.params.get("length", WHILE) for eqn in equations(base) if eqn.primitive.name in _LOOPS}
-    found: dict[int, int] = {}
-    for body in (eqn for eqn in equations(ours) if eqn.primitive.name == "shard_map"):
-        sizes = _compat.made_manual(body)
-        for eqn in (one for one in equations(body.params["jaxpr"]) if one.primitive.name in _LOOPS):
-            inner = (one for part in held(eqn) for one in equations(part.jaxpr) if one.primitive.name in _PASSES)
-            moves = [math.prod(sizes.get(axis, 1) for axis in axes_of(one)) for one in inner]
-            length = eqn.params.get("length", WHILE)
-            found[length] = max(found.get(length, 0), _ROUNDS + max(moves, default=0))
-    return {length: few for length, few in found.items() if length in lengths and (few < length or length == WHILE)}
-
-
-def is_shortened(eqn: Equation, rounds: Collection[int]) -> bool:
-    """Return whether an equation is a scan of one of these lengths."""
-    return eqn.primitive.name == "scan" and eqn.params["length"] in rounds
 
 
 def _all_reads(several: Sequence[_Made]) -> frozenset[int]:

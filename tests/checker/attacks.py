@@ -2146,6 +2146,49 @@ halved_in_each_round_while_a_block_is_long.whole(
 )
 
 
+@attack("b/dp d -> d", f32(8, 6), shows=normal(8, 6))
+def handed_on_from_state_to_state(x):
+    """A mean in place of a sum comes out of the fourth state, whose rounds are as many."""
+
+    def step(states, i):
+        a, b, c, d = states
+        return lax.pmean(jnp.sin(x).sum(0), "dp"), a, b, c  # unreached
+
+    return loop(step, (jnp.zeros(6),) * 4, 40)[3] + lax.psum(x.sum(0), "dp")
+
+
+def _handed_on(total):
+    def run(x):
+        step = lambda states, i: (total(jnp.sin(x).sum(0)), *states[:3])
+        return loop(step, (jnp.zeros(6),) * 4, 40)[3] + total(x.sum(0))
+
+    return run
+
+
+handed_on_from_state_to_state.right(_handed_on(lambda x: lax.psum(x, "dp")))
+handed_on_from_state_to_state.whole(_handed_on(lambda x: x))
+
+
+def _queue(total, last):
+    """What enters a queue of twelve comes out at its end."""
+
+    def run(x):
+        new = total(jnp.sin(x).sum(0))[None]
+        queue = loop(lambda queue, i: jnp.concatenate([new, queue[:-1]]), jnp.zeros((12, 6)), 40)  # unreached
+        return queue[-1] + last(x.sum(0))
+
+    return run
+
+
+@attack("b/dp d -> d", f32(8, 6), shows=normal(8, 6), helpers=(_queue,))
+def mean_in_a_queue(x):
+    return _queue(lambda x: lax.pmean(x, "dp"), lambda x: lax.psum(x, "dp"))(x)
+
+
+mean_in_a_queue.right(_queue(lambda x: lax.psum(x, "dp"), lambda x: lax.psum(x, "dp")))
+mean_in_a_queue.whole(_queue(lambda x: x, lambda x: x))
+
+
 # -------------------- more sizes
 
 
