@@ -32,7 +32,7 @@ BUDGET = {
     "_processes": 295,
     "_python": 227,
     "_trees": 560,
-    "checker": 7430,
+    "checker": 7480,
     "cluster": 1879,
     "comm": 2990,
     "drawing": 300,

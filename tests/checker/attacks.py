@@ -2151,8 +2151,7 @@ def handed_on_from_state_to_state(x):
     """A mean in place of a sum comes out of the fourth state, whose rounds are as many."""
 
     def step(states, i):
-        a, b, c, d = states
-        return lax.pmean(jnp.sin(x).sum(0), "dp"), a, b, c  # unreached
+        return lax.pmean(jnp.sin(x).sum(0), "dp"), *states[:3]  # unreached
 
     return loop(step, (jnp.zeros(6),) * 4, 40)[3] + lax.psum(x.sum(0), "dp")
 
