@@ -175,7 +175,8 @@ def _on_unequal_axes(
             trial = tried(run, given, mesh, other, once=True, gradients=False, written=sizes)
             trial = replace(trial, names=_changed(chosen))
             if trial.wrong or not trial.why:
-                return trial if trial.wrong else replace(found, also=trial)
+                same = trial.agrees and not found.meant
+                return trial if trial.wrong else replace(found, also=trial if same else None)
     return found
 
 
