@@ -315,17 +315,22 @@ def normal(c: Choices, *shape: int) -> np.ndarray:
 
 
 def wider(one: Random) -> Random:
-    """The same on a mesh whose axes of one device have two: there a check looks too, and may find what is right here."""
+    """The same on a mesh whose axes of one device have two: there a check looks too, and may find what is right here.
+    Where numbers choose, those of the second device are also small, and negative and large."""
     mesh = {axis: max(2, devices) for axis, devices in one.mesh.items()}
     layouts = one.pattern.partition("->")[0].split(",")
 
-    def longer(x: np.ndarray, layout: str) -> np.ndarray:
+    def longer(x: np.ndarray, layout: str, factor: float) -> np.ndarray:
         for at, dim in enumerate(spmd.Layout(layout).dims):
             if any(one.mesh[axis] == 1 for axis in dim.axes):
-                x = np.concatenate([x, np.float32(1.25) * np.flip(x, at)], at)
+                x = np.concatenate([x, np.float32(factor) * np.flip(x, at)], at)
         return x
 
-    args, *more = [tuple(map(longer, args, layouts)) for args in (one.args, *one.more)]
+    args, *more = [
+        tuple(longer(x, layout, factor) for x, layout in zip(args, layouts, strict=True))
+        for factor in (1.25, *((0.01, -100) if one.more else ()))
+        for args in (one.args, *one.more)
+    ]
     return one._replace(mesh=mesh, args=args, more=tuple(more))
 
 
