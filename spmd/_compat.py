@@ -254,16 +254,22 @@ def deleted(x: Any) -> bool:
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
-def identity_primitive(name: str) -> Primitive:
+def identity_primitive(name: str, *, lasting: bool = False) -> Primitive:
     """A primitive that is the identity in its first operand and leaves only a note in the jaxpr; others tell more.
 
     It lowers to nothing, is transparent to vmap and transposition, and marks primal values only: what it
     says about a value is not said about the value's tangent. The dimensions that `vmap` adds it lists as `mapped`.
+    A `lasting` one stands at tangents too, and so its other operands outlive a gradient that needs nothing of them.
     """
     note = Primitive(name)
     note.def_impl(lambda x, *_, **__: x)
     note.def_abstract_eval(lambda aval, *_, **__: aval)
-    ad.primitive_jvps[note] = lambda primals, tangents, **params: (note.bind(*primals, **params), tangents[0])
+    ad.primitive_jvps[note] = lambda primals, tangents, **params: (
+        note.bind(*primals, **params),
+        note.bind(tangents[0], *primals[1:], **params)
+        if lasting and not isinstance(tangents[0], ad.Zero)
+        else tangents[0],
+    )
     ad.primitive_transposes[note] = lambda cotangent, x, *rest, **_: (cotangent, *(None for _ in rest))
     batching.primitive_batchers[note] = lambda args, dims, **params: (
         note.bind(*args, **params | {"mapped": _widened(params.get("mapped", ()), dims[0])}),

@@ -199,7 +199,7 @@ def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
         advice = f"auto= for the outer kernel too, or {plan.left[0]} in the strings of this one"
         plan.signature.fail(rule, got=[outer.describe()], advice=advice, error=ModeError)
     _check_tags(plan, leaves)
-    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying", "rows", "stages", "left")
+    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying", "rows", "keeping", "stages", "left")
     frame = plan.frame(leaves, local=outer.explicit, **{name: getattr(outer, name) for name in names})
     if outer.explicit and not inside_kernel():
         out = _checked(plan, frame, leaves)
