@@ -248,6 +248,33 @@ def mapped(x: Any) -> tuple[Any, tuple[int, ...]]:
     return x, tuple(dims)
 
 
+def told_vmap(x: Any) -> bool:
+    """Return whether a `jax.vmap` around `x` was told mesh axes, by `spmd_axis_name=`."""
+    found = False
+    x = concrete(x)
+    while isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "batch_dim", None), int):
+        _asked.bind(x, answer=(answer := _Answer()))
+        found, x = found or answer.told, concrete(x.val)  # type: ignore[attr-defined]
+    return found
+
+
+class _Answer:
+    """What the batching rule of `_asked` writes down."""
+
+    told = False
+
+
+def _of_vmap(axis_data: Any, args: Any, dims: Any, *, answer: _Answer) -> Any:
+    if dims[0] is None:  # another vmap, further out, maps it
+        return _asked.bind(args[0], answer=answer), None
+    answer.told = bool(axis_data.spmd_name)
+    return args[0], dims[0]
+
+
+_asked = Primitive("spmd_asked")  # its batching rule alone is told what a vmap knows
+batching.fancy_primitive_batchers[_asked] = _of_vmap
+
+
 def deleted(x: Any) -> bool:
     """Return whether an array, or that of a gradient's tracer, has lost its buffer."""
     x = concrete(x)

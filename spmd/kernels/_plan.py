@@ -61,7 +61,7 @@ def _places(jaxpr: Any) -> set[Any]:
 
 
 class _Closes(Exception):
-    """A body has calls at these places that close axes which their strings do not name, and may have ended in an error."""
+    """A body has calls at these places that close axes which their strings do not name. It may have been refused."""
 
     def __init__(self, places: frozenset[Any], refused: Unequal | ReplicationError | None = None) -> None:
         super().__init__()
@@ -381,8 +381,8 @@ class Plan:
             return self.outputs.build(outs)
 
     def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any], met: _Closes) -> tuple[Any, Any]:
-        """What runs a body with calls that close axes, or why it is refused. Where these divide the rows of a loop, they
-        are left open, if the rest allows it: else rows of different devices would be mixed, which is an error.
+        """What runs a body with calls that close axes, or why it is refused. Where these divide the rows of a loop,
+        they are left open, if the rest allows it: else rows of different devices would be mixed, which is an error.
 
         A gradient of a loop leaves out the notes that it does not need: where some are missing, the body is traced with
         lasting ones. One that was refused before it ended is traced with all of them open, which is right if all are

@@ -79,10 +79,12 @@ INSIDE = {
     ),
     "of each row": (
         "b/dp d/tp, d/tp -> b/dp d/tp",
-        lambda fn, rows: lambda x, w: rows(
-            lambda row, w: spmd.grad(lambda w: fn(row, w) ** 2, loss="{U:dp}")(w),
-            x,
-            spmd.defer(w, "d/tp -> d/tp {R:dp}"),
+        lambda fn, rows: (
+            lambda x, w: rows(
+                lambda row, w: spmd.grad(lambda w: fn(row, w) ** 2, loss="{U:dp}")(w),
+                x,
+                spmd.defer(w, "d/tp -> d/tp {R:dp}"),
+            )
         ),
     ),
 }
