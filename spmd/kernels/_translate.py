@@ -148,7 +148,7 @@ def derived(signature: Signature, frame: Frame) -> Iterator[None]:
     except ValueError as error:
         if isinstance(error, SpmdError) or not jax_errors.mapped_loop(error):
             raise
-        shown = {"call": signature.text, "source": signature.source}
+        shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
         raise ReplicationError(_MAPPED, **shown, got=[frame.describe()], advice=_UNNAMED) from error
 
 
