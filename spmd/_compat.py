@@ -248,22 +248,55 @@ def mapped(x: Any) -> tuple[Any, tuple[int, ...]]:
     return x, tuple(dims)
 
 
+def told_vmap(x: Any) -> bool:
+    """Return whether a `jax.vmap` around `x` was told mesh axes, by `spmd_axis_name=`."""
+    found = False
+    x = concrete(x)
+    while isinstance(x, jax.core.Tracer) and isinstance(getattr(x, "batch_dim", None), int):
+        _asked.bind(x, answer=(answer := _Answer()))
+        found, x = found or answer.told, concrete(x.val)  # type: ignore[attr-defined]
+    return found
+
+
+class _Answer:
+    """What the batching rule of `_asked` writes down."""
+
+    told = False
+
+
+def _of_vmap(axis_data: Any, args: Any, dims: Any, *, answer: _Answer) -> Any:
+    if dims[0] is None:  # another vmap, further out, maps it
+        return _asked.bind(args[0], answer=answer), None
+    answer.told = bool(axis_data.spmd_name)
+    return args[0], dims[0]
+
+
+_asked = Primitive("spmd_asked")  # its batching rule alone is told what a vmap knows
+batching.fancy_primitive_batchers[_asked] = _of_vmap
+
+
 def deleted(x: Any) -> bool:
     """Return whether an array, or that of a gradient's tracer, has lost its buffer."""
     x = concrete(x)
     return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.is_deleted()
 
 
-def identity_primitive(name: str) -> Primitive:
+def identity_primitive(name: str, *, lasting: bool = False) -> Primitive:
     """A primitive that is the identity in its first operand and leaves only a note in the jaxpr; others tell more.
 
     It lowers to nothing, is transparent to vmap and transposition, and marks primal values only: what it
     says about a value is not said about the value's tangent. The dimensions that `vmap` adds it lists as `mapped`.
+    A `lasting` one stands at tangents too, and so its other operands outlive a gradient that needs nothing of them.
     """
     note = Primitive(name)
     note.def_impl(lambda x, *_, **__: x)
     note.def_abstract_eval(lambda aval, *_, **__: aval)
-    ad.primitive_jvps[note] = lambda primals, tangents, **params: (note.bind(*primals, **params), tangents[0])
+    ad.primitive_jvps[note] = lambda primals, tangents, **params: (
+        note.bind(*primals, **params),
+        note.bind(tangents[0], *primals[1:], **params)
+        if lasting and not isinstance(tangents[0], ad.Zero)
+        else tangents[0],
+    )
     ad.primitive_transposes[note] = lambda cotangent, x, *rest, **_: (cotangent, *(None for _ in rest))
     batching.primitive_batchers[note] = lambda args, dims, **params: (
         note.bind(*args, **params | {"mapped": _widened(params.get("mapped", ()), dims[0])}),

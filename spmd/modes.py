@@ -77,6 +77,7 @@ class Frame:
       diagnosing: Whether the body is traced once more only to explain an error: gathers then say what they are.
       invarying: The calls that gather `to="invarying"` though the user did not say so: see `place`.
       rows: The calls that close rows of a loop or of `jax.vmap`, which are therefore left open: see `place`.
+      keeping: Whether notes on what is closed outlive gradients: for a trace that only asks for these.
       stages: Mesh axes along which `jax.vmap` hides a divided dimension: arrays there are not copies of each other.
       left: Mesh axes that the kernel leaves to the compiler; `sizes` does not have them.
       explicit: Whether arrays here are one device's shards, and operations emit their own collectives.
@@ -97,6 +98,7 @@ class Frame:
     diagnosing: bool = False
     invarying: frozenset[Any] = frozenset()
     rows: frozenset[Any] = frozenset()
+    keeping: bool = False
     stages: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     explicit: bool = field(init=False, repr=False)

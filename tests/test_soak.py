@@ -10,7 +10,7 @@ from tests import soak
 from tests.programs import FAMILIES
 from tests.sampler import Choices, seeds, share
 
-OFTEN = {name: often for name, (_, often) in FAMILIES.items()} | dict.fromkeys(share(["calls", "checker", "inside"]), 1)
+OFTEN = {name: often for name, (_, often) in FAMILIES.items()} | dict.fromkeys(share(["calls", "checker", "scans"]), 1)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
 import re
 import traceback
 from dataclasses import dataclass
@@ -124,8 +125,7 @@ def told(error: Exception) -> Told | None:
         return Told("pallas")
     if text.startswith("Custom VJP fwd rule") and "{V:" in text:
         return Told("rule")
-    frames = (frame.filename for frame in traceback.extract_tb(error.__traceback__))
-    if ("varying manual axes" in text or "invariant->variant" in text) and any("batching" in file for file in frames):
+    if mapped_loop(error):
         return Told("mapped")
     mixed = re.search(r"can only accept axis_name which .* Got input type: (\S+), axes: \(([^)]*)\)", text)
     if mixed:
@@ -136,6 +136,13 @@ def told(error: Exception) -> Told | None:
     if unbound or (isinstance(error, AssertionError) and not text and raised_by_jax(error)):
         return Told("axis", unbound[1] if unbound else None)
     return None
+
+
+def mapped_loop(error: Exception) -> bool:
+    """Return whether JAX says that types do not fit where it maps code, or derives what it has mapped."""
+    frames = (os.path.basename(frame.filename) for frame in traceback.extract_tb(error.__traceback__))
+    told = any(one in str(error) for one in ("varying manual axes", "invariant->variant"))
+    return told and not {"batching.py", "ad.py"}.isdisjoint(frames)
 
 
 def _varying(type_: str) -> frozenset[str]:

@@ -45,7 +45,8 @@ _TABLE = """
 same | passes | alias | stop_gradient name pvary pcast preduced reduced_vary_cast reduced_vary_cast_p
 same | passes | alias | sharding_constraint layout_constraint mesh_cast relayout
 same | passes | alias | with_memory_space_constraint xla_metadata_value
-same | passes | alias | optimization_barrier spmd_fused spmd_layout spmd_assert_equal spmd_order spmd_retype spmd_names
+same | passes | alias | optimization_barrier spmd_fused spmd_layout spmd_kept spmd_assert_equal spmd_order spmd_retype
+same | passes | alias | spmd_names
 same | passes | alias | vary_unreduced_cast vary_unreduced_cast_p
 same | passes | moves | copy copy_p device_put reshard
 elementwise | passes | chain | neg conj

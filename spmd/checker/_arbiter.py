@@ -375,7 +375,7 @@ class _Program:
             run, found, wanted, differences = shown
             told.update(path for path, x in zip(form.paths(), wanted, strict=True) if not _is_nan(x))
             if not (differences or found.faults):
-                reach.add(found.taken, wanted)
+                reach.add(found.taken, wanted, apart=not (turn.driven and turn.ties))
             if not (differences or found.faults) or (turn.driven and (turn.loose or turn.beyond)):
                 continue
             if any(map(per_shard_reason, equations(ours))):  # then numbers may differ
@@ -843,7 +843,8 @@ def _filled(arrays: Sequence[Any], seed: int, bold: bool, kept: str) -> list[Any
         if kept == "order" and given.dtype.kind == "f" and not alike:
             return _in_their_order(given, draws, seed)
         if kept and not alike:
-            return (given * np.where(given == 0, 1, np.abs(given)) ** (_POWERS[seed] - 1)).astype(given.dtype)
+            scales = np.isfinite(given) & (given != 0)  # a score of -inf stays one
+            return (given * np.where(scales, np.abs(given), 1) ** (_POWERS[seed] - 1)).astype(given.dtype)
         if kept == "numbers" and given.any():
             return _scaled((given * draws.uniform(0.5, 1.5, given.shape)).astype(given.dtype), seed)
         return jax.ShapeDtypeStruct(given.shape, given.dtype)

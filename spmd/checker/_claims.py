@@ -86,12 +86,11 @@ def claim_of(layout: Layout) -> Claim:
 
 def layout_marker(walk: Engine, eqn: Equation, operands: Sequence[State]) -> list[State]:
     """Check one layout, and believe it from here on, so that a mistake is reported once."""
-    [state] = operands
+    state, layout = operands[0], eqn.params["layout"]
     if not walk.active:
         return [state]
-    layout: Layout = eqn.params["layout"]
     if closes := eqn.params.get("closes"):
-        differs = [axis for axis in walk.tracked(closes) if axis in state.axes and axis in walk.checked]
+        differs = [axis for axis in walk.tracked(closes) if axis in operands[-1].axes and axis in walk.checked]
         if differs and not walk.silent(eqn):
             walk.note(eqn, "closed", report.closed_while_different(walk, eqn, differs))
             walk.rows |= {eqn.params["place"]} if any(report.is_row(walk, eqn, axis) for axis in differs) else set()

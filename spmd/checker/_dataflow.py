@@ -185,6 +185,7 @@ class Dataflow(Control):
         **COLLECTIVES,
         "pallas_call": _pallas,
         "spmd_layout": layout_marker,
+        "spmd_kept": layout_marker,
         "spmd_assert_equal": assert_equal_marker,
         "spmd_order": order_marker,
         "spmd_names": _names,

@@ -157,13 +157,14 @@ class Called:
     Attributes:
       name: The name.
       kernel: Whose name it is, by number.
-      same: Whether the signature or a verb gave it, and only elementwise code and transpositions came since then.
+      gone: The names that products have summed over since the signature or a verb gave it: what the next layer calls
+        "d" this one calls "e". A string may call it one of these. None if it may be called anything.
       origin: The argument or the call, and of a call the equation, and those around.
     """
 
     name: str
     kernel: int
-    same: bool = True
+    gone: frozenset[str] | None = frozenset()
     origin: tuple[str, Where | None] = field(default=("", None), compare=False)
 
 
@@ -221,7 +222,12 @@ class Misnamed(Names):
         """The names of a layout without `...`, which an argument or a call gave."""
         return tuple(
             [
-                tuple([Called(name, self.here, where is None, (what, where)) for name in dim.names])
+                tuple(
+                    [
+                        Called(name, self.here, frozenset() if where is None else None, (what, where))
+                        for name in dim.names
+                    ]
+                )
                 for dim in layout.dims
             ]
         )
@@ -241,8 +247,17 @@ class Misnamed(Names):
         name, outs = eqn.primitive.name, super().step(eqn, operands)
         if primitive_of(eqn).pointwise or (name in TABLE and TABLE[name].says in ("elementwise", "permuted")):
             return outs
-        since = lambda label: tuple(replace(one, same=False) for one in label) if label is not _MIXED else label
-        return [tuple(map(since, labels)) for labels in outs]
+        known = primitive_of(eqn).dims.partition(":")[0]
+        if known == "reduced":
+            return outs
+        summed = self._summed(eqn, operands) if known == "contracted" else None
+        more = lambda one: replace(one, gone=None if summed is None or one.gone is None else one.gone | summed)
+        return [tuple([label if label is _MIXED else tuple(map(more, label)) for label in labels]) for labels in outs]
+
+    def _summed(self, eqn: Equation, operands: Sequence[Labels]) -> frozenset[str]:
+        """The names of the dimensions that a product sums over."""
+        over = zip(eqn.params["dimension_numbers"][0], operands, strict=True)
+        return frozenset(one.name for dims, labels in over for d in dims for one in labels[d])
 
     def said(self, eqn: Equation, given: Labels) -> list[Labels]:
         """Compare the names that a string gives with those that the value came with. Where they differ once, nothing is
@@ -264,9 +279,9 @@ class Misnamed(Names):
             ours = [one for one in out[place] if one.kernel == self.here and one.name in sizes]
             # Of another length, it is another dimension.
             anew = made or len(out[place]) != len(ours) or [sizes[one.name].size for one in ours] != [sizes[name].size]
-            # What a product or a sum has made, a string may name: the next layer's "d" is what this one calls "e".
-            if anew or (name not in held and not ours[0].same):
-                out[place] = (Called(name, self.here, made, (eqn.params["call"], where)),)
+            gone = () if anew else ours[0].gone
+            if anew or (name not in held and (gone is None or name in gone)):
+                out[place] = (Called(name, self.here, frozenset() if made else None, (eqn.params["call"], where)),)
             elif ours[0].name != name:
                 wrong[i], out[place] = ours[0], _MIXED
         if wrong:
@@ -304,7 +319,7 @@ def misnamed(jaxpr: Any, own: Apart | None = None) -> list[Finding]:
         every = [error for i in kept for error in raised[i]]
         ours = [one.fault.call for one in every if isinstance(one, ReplicationError | SizeError) and one.fault.call]
         certain = any(one in call for one in ours for call in domain.calls)
-        if not certain and not any(have.same for have in kept.values()):
+        if not certain and all(have.gone != frozenset() for have in kept.values()):
             continue  # a body that needs equal sizes, such as a layer whose result is its next argument
         domain.callers[:] = callers
         fault = report.called_otherwise(domain, eqn, apart.kernel, kept, [] if certain else every[:1])

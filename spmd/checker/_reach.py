@@ -245,8 +245,9 @@ class Reach:
         reach.captured = tuple(same)
         return reach
 
-    def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array]) -> None:
-        """Take in what a draw has shown, if its results are numbers that can be compared."""
+    def add(self, more: Mapping[Key, set[Side]], results: Sequence[Array], *, apart: bool = True) -> None:
+        """Take in what a draw has shown, if its results are numbers that can be compared. Where one device may have
+        zeros alone, it does not count that devices decided differently: of zeros every decision makes zeros."""
         gradients = len(results) - self._results
         values = [np.abs(x) if x.dtype.kind == "c" else x.astype(np.float64) for x in map(numbers_of, results)]
         ends = [(np.where(np.isfinite(x), x, np.inf), np.where(np.isfinite(x), x, -np.inf)) for x in values]
@@ -256,7 +257,8 @@ class Reach:
         self._bounds = ends
         shown = all(not x.size or np.isfinite(x).any() for x in values[gradients:])
         for key, answers in more.items():
-            (self._taken if shown else self._seen).setdefault(key, set()).update(answers)
+            counted = answers if apart else answers - {(APART, True)}
+            (self._taken if shown else self._seen).setdefault(key, set()).update(counted)
 
     def see(self, more: Mapping[Key, set[Side]]) -> None:
         """Take in which sides a draw took whose results tell nothing."""

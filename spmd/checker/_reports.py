@@ -355,13 +355,13 @@ def closed_while_different(walk: Any, eqn: Equation, axes: Sequence[str]) -> Fau
         f'reduce(x, "{divided} {eqn.params["layout"].short} -> {divided}", ...)'
     )
     return _at_marker(
-        walk, eqn, rule, _span(eqn.params["layout"]), (*where, *mend.reasons(walk, eqn.invars[0], axes)), None, advice
+        walk, eqn, rule, _span(eqn.params["layout"]), (*where, *mend.reasons(walk, eqn.invars[-1], axes)), None, advice
     )
 
 
 def is_row(walk: Any, eqn: Equation, axis: str) -> bool:
     """Return whether a value is a row of a divided dimension: of a loop, or of vmap."""
-    state = walk.known.get(eqn.invars[0])
+    state = walk.known.get(eqn.invars[-1])
     mapped = [state.dims[d] for d in eqn.params.get("mapped", ())] if state else []
     return state is not None and (
         any(p.axis == axis and p.kind == STEP for p in state.pending) or any(axis in axes_of_dim(d) for d in mapped)

@@ -24,7 +24,7 @@ from spmd import _compat
 from spmd._jaxprs.facts import CallName, Gather, layer_now, one_line, rather_told
 from spmd._trees.leaves import kind_of
 from spmd.comm._keywords import as_array, call_text, keyword_for, operand_names, resolve, split_keywords, works_along
-from spmd.comm._marks import Known, layout_p, mark, named, same_axes, tag_of
+from spmd.comm._marks import Known, kept_p, layout_p, mark, named, same_axes, tag_of
 from spmd.errors import (
     CommunicationError,
     Fix,
@@ -724,18 +724,24 @@ class Call:
 
     # --- results ------------------------------------------------------------------------------------------
 
-    def closing(self, x: Any, layout: Layout, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """The axes along which the result is made equal, of these, which the string does not name.
+    def closing(self, operand: Operand, x: Any, axes: tuple[str, ...]) -> tuple[Operand, tuple[str, ...]]:
+        """The operand with a note, and the axes along which the result is made equal, of these, which the string does
+        not name.
 
         The check after the trace refuses it where it does not know that `x` is equal there: before its own layout was
         said, which is believed. Rows stay open, which differ there: those under `vmap`, and those of a known loop.
         """
-        if not axes or _compat.mapped(x)[1] or (where := place()) in self.frame.rows:
-            return ()
-        layout_p.bind(x, layout=layout, call=self.text, role="closed", closes=axes, place=where)
-        if (known := closings.get()) is not None:
+        if not axes or _compat.mapped(x)[1]:
+            return operand, ()
+        is_row = (where := place()) in self.frame.rows
+        said = {"layout": self.src, "call": self.text, "role": "closed", "closes": axes, "place": where}
+        if self.frame.keeping:
+            operand = replace(operand, x=kept_p.bind(operand.x, x, **said))
+        elif not is_row:
+            layout_p.bind(x, **said)
+        if not is_row and (known := closings.get()) is not None:
             known.append(where)
-        return axes
+        return operand, () if is_row else axes
 
     def factor(self, atom: Atom) -> Factor:
         """The factor that an atom of the right side stands for."""

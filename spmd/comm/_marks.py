@@ -23,6 +23,7 @@ layout_p = _compat.identity_primitive("spmd_layout")
 assert_equal_p = _compat.identity_primitive("spmd_assert_equal")
 order_p = _compat.identity_primitive("spmd_order")
 names_p = _compat.identity_primitive("spmd_names")
+kept_p = _compat.identity_primitive("spmd_kept", lasting=True)
 
 
 def _retraced(cotangent: Any, *, what: str, role: str) -> Any:

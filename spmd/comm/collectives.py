@@ -17,7 +17,7 @@ from spmd.comm._call import Call, Operand, To, open_call
 from spmd.comm._marks import same_axes
 from spmd.comm._planned import Prefer, axes_after, check_prefer, planned
 from spmd.errors import Fix
-from spmd.language import Layout, turned, verb_for, with_axes_of
+from spmd.language import Layout, slashed, turned, verb_for, with_axes_of
 
 T = TypeVar("T")
 Axes = tuple[str, ...]
@@ -27,13 +27,20 @@ Changes = list[tuple[int, Axes, Axes]]  # the position of each factor that chang
 # --- what changes between two layouts -----------------------------------------------------------------------
 
 
+def _slashes(call: Call, src: Layout, dst: Layout) -> str | None:
+    """Advice where one side has a mesh axis as a dimension."""
+    rank = min(len(src.dims), len(dst.dims))
+    sides = [slashed(one, call.mesh, rank) or one.short for one in (src, dst)]
+    return None if sides == [src.short, dst.short] else f'a mesh axis stands behind a slash: "{" -> ".join(sides)}"'
+
+
 def check_sides(call: Call) -> None:
     """Check what holds for every verb: both sides have the same dimensions, they differ, and no new partial sum
     appears."""
     [src], [dst] = call.pattern.inputs, call.pattern.outputs
     if [dim.names for dim in src.dims] != [dim.names for dim in dst.dims]:
         fix = None if turned(src, dst) is None else call.way(src, dst, **dict(call.also or {}))
-        advice = None if fix else "rearrange, repeat or reduce first"
+        advice = None if fix else _slashes(call, src, dst) or "rearrange, repeat or reduce first"
         call.fail(
             f"{call.name} keeps the dimensions and their order: both sides name the same ones.",
             got=[f"left: {src.short}", f"right: {dst.short}"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -218,7 +218,7 @@ class Walk(Domain):
                 target = place(spec, var, value.place)
                 self._want(value, target)
                 layout = leaves[i].layout if i in leaves else None
-                self._move(name, value, target, var, eqn, layout, self._kept_by_vmap(value.place, specs))
+                self._move(name, value, target, var, eqn, layout, self._kept_by_vmap(value.place, specs, new))
         outs = super().mapped(eqn, part, operands)
         left = []
         for out, spec, var in zip(outs, eqn.params["out_specs"], eqn.outvars, strict=True):
@@ -515,13 +515,13 @@ class Walk(Domain):
     def _line(self, eqn: Equation) -> str:
         return short_line(line_of(eqn, self.callers))
 
-    def _kept_by_vmap(self, place: Any, specs: Sequence[Any]) -> str:
-        """Return what `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes that no
-        argument of the kernel is divided over."""
+    def _kept_by_vmap(self, place: Any, specs: Sequence[Any], own: Collection[str]) -> str:
+        """Return what `jax.vmap` would need to be told, where an array enters a kernel under it and loses axes of the
+        kernel's own that none of its arguments is divided over."""
         if ("Transform", "vmap") not in self.site.names or not isinstance(place, tuple):
             return ""
         kernels = {a for spec in specs for entry in spec for a in axes_tuple(entry)}
-        lost = [axis for axes in place for axis in axes if axis not in kernels]
+        lost = [axis for axes in place for axis in axes if axis in own and axis not in kernels]
         return f"jax.vmap(..., spmd_axis_name={axes_code(lost)}) keeps a mapped dimension divided" if lost else ""
 
 

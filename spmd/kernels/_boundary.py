@@ -99,8 +99,30 @@ def mapped_axes(plan: Plan, leaves: Sequence[Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for leaf in leaves for axis in _mapped_axes(leaf) if axis in free))
 
 
+def unseen_axes(plan: Plan, leaves: Sequence[Any]) -> tuple[str, ...]:
+    """The axes that may divide a mapped dimension, where nothing says it: inside `jit`, if none is Explicit."""
+    known = [_compat.mapped(leaf) for leaf in leaves]
+    hidden = any(dims and isinstance(value, jax.core.Tracer) for value, dims in known)
+    if plan.mode != "explicit" or plan.typed_axes or not hidden or any(map(_compat.told_vmap, leaves)):
+        return ()
+    free = [axis for axis, n in plan.sizes.items() if n > 1 and axis not in _used(plan)]
+    return tuple(free if len(free) < len(plan.sizes) else free[:-1])  # one stays, for the strings
+
+
 def _used(plan: Plan) -> set[str]:
-    return {axis for layout in (*(leaf.layout for leaf in plan.leaves), *plan.outputs.layouts) for axis in layout.axes}
+    results = (*plan.outputs.declared, *plan.outputs.layouts)  # the second are known after a trace
+    return {axis for layout in (*(leaf.layout for leaf in plan.leaves), *results) for axis in layout.axes}
+
+
+_GATHERS = "jax.vmap gathers the dimension that it maps, unless it is told the mesh axes that divide it."
+
+
+def warn_unseen(plan: Plan, axes: tuple[str, ...]) -> None:
+    """Warn that `jax.vmap` may gather, inside `jit`, what these axes divide, which the body needs itself."""
+    divide, named = ("divides", "it") if len(axes) == 1 else ("divide", "some")
+    got = [f"inside jax.jit nothing shows whether {', '.join(axes)} {divide} it, and the body names {named}"]
+    advice = f"jax.vmap(fn, spmd_axis_name={axes_code(axes)}), of those that do"
+    warn(str(Fault(_GATHERS, plan.signature.text, got=tuple(got), advice=advice)), VmapWarning)
 
 
 def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -> None:
@@ -118,7 +140,7 @@ def check_mapped(plan: Plan, leaves: Sequence[Any], out: Any, *, strict: bool) -
             got.append(f"{spec.path}: the mapped dimension is divided over {', '.join(axes)}")
     if not lost:
         return
-    rule = "jax.vmap gathers the dimension that it maps, unless it is told the mesh axes that divide it."
+    rule = _GATHERS
     shown: dict[str, Any] = {"call": plan.signature.text, "got": got}
     if max(len(_compat.mapped(leaf)[1]) for leaf in leaves) > 1:  # JAX fails on one around another vmap
         shown["advice"] = f"jax.vmap(fn, spmd_axis_name={axes_code(lost)}), and the innermost vmap over that dimension"
@@ -199,7 +221,19 @@ def inlined(plan: Plan, leaves: Sequence[Any]) -> Any:
         advice = f"auto= for the outer kernel too, or {plan.left[0]} in the strings of this one"
         plan.signature.fail(rule, got=[outer.describe()], advice=advice, error=ModeError)
     _check_tags(plan, leaves)
-    names = ("mode", "mesh", "sizes", "constrain", "island", "diagnosing", "invarying", "rows", "stages", "left")
+    names = (
+        "mode",
+        "mesh",
+        "sizes",
+        "constrain",
+        "island",
+        "diagnosing",
+        "invarying",
+        "rows",
+        "keeping",
+        "stages",
+        "left",
+    )
     frame = plan.frame(leaves, local=outer.explicit, **{name: getattr(outer, name) for name in names})
     if outer.explicit and not inside_kernel():
         out = _checked(plan, frame, leaves)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Concatenate, Generic, Literal, Never, ParamSpec, TypeVar, get_args, overload
 
 import jax
@@ -17,8 +17,18 @@ from spmd._python.recent import Recent
 from spmd._text import Table, html_page
 from spmd._trees.leaves import Static, is_array, is_number, kind_of, wrapped
 from spmd._trees.matching import matched
-from spmd.errors import LayoutError, ModeError, PlacementError, did_you_mean, not_one_of
-from spmd.kernels._boundary import arrived, check_boundary, check_mapped, inlined, mapped_axes, nested
+from spmd.checker._arbiter import collecting
+from spmd.errors import LayoutError, ModeError, PlacementError, SpmdError, did_you_mean, not_one_of
+from spmd.kernels._boundary import (
+    arrived,
+    check_boundary,
+    check_mapped,
+    inlined,
+    mapped_axes,
+    nested,
+    unseen_axes,
+    warn_unseen,
+)
 from spmd.kernels._mapped import divided
 from spmd.kernels._outputs import Outputs
 from spmd.kernels._plan import Plan, concrete
@@ -182,10 +192,23 @@ class Kernel(ByName, Generic[P, R]):
         if concrete(leaves) or not any(isinstance(x, jax.core.Tracer) for x in leaves):
             return plan.outputs.returned(plan.call(arrived(plan, leaves)))
         axes, run = mapped_axes(plan, leaves), lambda leaves: plan.call(arrived(plan, leaves))
-        made = divided(run, leaves, axes, plan.sizes) if axes else None
+        made = divided(run, leaves, axes, plan.sizes) if axes else self._unseen(mode, args, kwargs, plan, leaves)
         out = plan.outputs.returned(run(leaves) if made is None else made)
         check_mapped(plan, leaves, out, strict=self.boundary == "error")
         return out
+
+    def _unseen(self, mode: tuple[str, str], args: Any, kwargs: Any, plan: Plan, leaves: Sequence[Any]) -> Any:
+        """The results under a `vmap` inside `jit`, with those axes left to the compiler that may divide what it maps:
+        it knows how that lies. None if there are none. If the body names one, what it divides is gathered."""
+        if not (axes := unseen_axes(plan, leaves)) or collecting.value:
+            return None
+        try:
+            open_, given = Kernel(replace(self.signature, auto=axes), self.mesh, "move")._prepare(mode, args, kwargs)
+            return open_.call(arrived(open_, given))
+        except SpmdError:  # if the call is wrong, it says so once more
+            out = plan.call(arrived(plan, leaves))
+            warn_unseen(plan, axes)
+            return out
 
     def _inside(
         self, mode: tuple[str, str], frame: Any, manual: tuple[str, ...], args: Any, kwargs: Any, asked: bool

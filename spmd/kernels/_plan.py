@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
 from spmd._jaxprs.facts import Apart, KernelName, Leaf
+from spmd._jaxprs.walker import equations
 from spmd._processes.copies import compared
 from spmd._trees.leaves import held_dtype, is_array
 from spmd.checker import Trial, check_jaxpr, check_names, closed_rows, numbers_asked, tried
@@ -35,7 +36,7 @@ from spmd.errors import MeshError, ModeError, ReplicationError, SpmdError, did_y
 from spmd.kernels._copies import traced_again
 from spmd.kernels._outputs import Outputs, Unequal
 from spmd.kernels._signature import Signature, meant_by
-from spmd.kernels._translate import Held, carried_axes, translated
+from spmd.kernels._translate import Held, carried_axes, derived, translated
 from spmd.language import AxisMapping, Layout, Size, bind, check_axes, mesh_text
 from spmd.mesh import no_mesh, outside_trace, resized, with_sizes
 from spmd.modes import Frame, Mode, ambient_mode, closings, counting, enter_body
@@ -54,8 +55,17 @@ def concrete(leaves: Sequence[Any]) -> bool:
     return True
 
 
+def _places(jaxpr: Any) -> set[Any]:
+    """The calls that close axes of which a trace has a note. What nobody uses has none, and does not matter."""
+    return {eqn.params.get("place") for eqn in equations(jaxpr)}
+
+
 class _Closes(Exception):
-    """A body has a call that closes axes which its string does not name."""
+    """A body has calls at these places that close axes which their strings do not name. It may have been refused."""
+
+    def __init__(self, places: frozenset[Any], refused: Unequal | ReplicationError | None = None) -> None:
+        super().__init__()
+        self.places, self.refused = places, refused
 
 
 class _Running(threading.local):
@@ -197,7 +207,8 @@ class Plan:
             if types not in self._seen and not collecting.value:
                 self._check(self._traced.trace(*leaves).jaxpr, leaves)
                 self._seen.add(types)
-            return self._traced(*leaves)
+            with derived(self.signature, self.frame(types)):
+                return self._traced(*leaves)
 
     @property
     def check(self) -> str:
@@ -352,35 +363,65 @@ class Plan:
             frame = frame.replace(invarying=chosen) if chosen else frame
             refused: Unequal | ReplicationError | None = None
             outs: Any = None
-            try:
-                with no_mesh():
+            with no_mesh():
+                try:
                     outs = self.mapped(frame, specs, settled=False)(*leaves)
-            except _Closes:
-                outs = self._settled(frame, specs, leaves)
-            except (Unequal, ReplicationError) as error:
-                if not isinstance(error, Unequal) and not carried_axes(error):
-                    raise
-                refused = error
+                except _Closes as error:
+                    run, refused = self._settled(frame, specs, leaves, error)
+                    outs = run and run(*leaves)
+                except (Unequal, ReplicationError) as error:
+                    refused = error
             if refused is not None:  # out here, so that an error has no `Unequal` before it
+                if not isinstance(refused, Unequal) and not carried_axes(refused):
+                    raise refused
                 again = traced_again(self, frame, specs, leaves, refused)
                 self._chosen[types] = again.places
                 with no_mesh():
                     outs = again.run(*leaves)
             return self.outputs.build(outs)
 
-    def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any]) -> Any:
-        """The results of a body with calls that close axes. Where these divide the rows of a loop, they are left
-        open, if the rest allows it: else rows of different devices would be mixed, which is an error."""
-        run = self.jit(self.mapped(frame, specs), inline=True)
-        with no_mesh():
-            rows = closed_rows(run.trace(*leaves).jaxpr, tuple(self.sizes))
+    def _settled(self, frame: Frame, specs: Sequence[P], leaves: Sequence[Any], met: _Closes) -> tuple[Any, Any]:
+        """What runs a body with calls that close axes, or why it is refused. Where these divide the rows of a loop,
+        they are left open, if the rest allows it: else rows of different devices would be mixed, which is an error.
+
+        A gradient of a loop leaves out the notes that it does not need: where some are missing, the body is traced with
+        lasting ones. One that was refused before it ended is traced with all of them open, which is right if all are
+        rows."""
+
+        def of(*, settled: bool = True, **changes: Any) -> Any:
+            return self.jit(self.mapped(frame.replace(**changes), specs, settled=settled), inline=True)
+
+        if met.refused is not None:
+            rows = self._left_open(of, leaves, met.places)
+            return (of(rows=rows), None) if rows else (None, met.refused)
+        run = strict = of()
+        jaxpr = run.trace(*leaves).jaxpr
+        if not met.places <= _places(jaxpr):
+            strict = of(keeping=True)
+            jaxpr = strict.trace(*leaves).jaxpr
+        if rows := closed_rows(jaxpr, tuple(self.sizes)):
+            run = of(rows=rows)
             try:
-                if rows:
-                    return self.jit(self.mapped(frame.replace(rows=rows), specs), inline=True)(*leaves)
+                run.trace(*leaves)
             except (Unequal, SpmdError) as error:
                 if carried_axes(error):  # which says how the carry starts, and mends the loop
                     raise
-            return run(*leaves)
+                run = strict
+        return run, None
+
+    def _left_open(self, of: Any, leaves: Sequence[Any], rows: frozenset[Any]) -> frozenset[Any]:
+        """These calls and those that follow them, if all work on rows of a loop, and JAX takes what they leave open."""
+        while True:
+            try:
+                jaxpr = of(rows=rows, keeping=True, settled=False).trace(*leaves).jaxpr
+            except _Closes as more:
+                if more.places <= rows:
+                    return frozenset()
+                rows |= more.places
+            except (Unequal, SpmdError):
+                return frozenset()
+            else:
+                return rows if closed_rows(jaxpr, tuple(self.sizes)) == rows & _places(jaxpr) else frozenset()
 
     def mapped(self, frame: Frame, specs: Sequence[P], *, settled: bool = True) -> Any:
         """The body in its `shard_map`. Until what it closes is settled, a call that closes axes ends the trace."""
@@ -388,12 +429,17 @@ class Plan:
 
         def body(*shards: Any) -> Any:
             token = closings.set(closed := [])
+            refused = None
             try:
                 out = self.outputs.leaving(self.run(frame, shards, local=True), frame, out_specs)
+            except (Unequal, ReplicationError) as error:
+                if settled or not closed:
+                    raise
+                refused = error
             finally:
                 closings.reset(token)
             if closed and not settled:
-                raise _Closes
+                raise _Closes(frozenset(closed), refused)
             return out
 
         body.__wrapped__ = self.signature.fn  # so that the jaxpr says where it was written

@@ -117,12 +117,7 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
         fix = "spmd.cond(predicate, true_fn, false_fn, *operands)"
         return ReplicationError(rule, **shown, got=[*got, frame.describe()], fix=fix)
     if fact.kind == "mapped":
-        rule = "jax.vmap(..., spmd_axis_name=...) gives values in this loop other types than the loop had."
-        advice = (
-            "jax.vmap without spmd_axis_name: the strings inside do not mention the dimension that it maps.\n"
-            'A carry starts with jnp.zeros_like of a row, or with spmd.zeros("<its layout> {R:<the axes of the rows>}")'
-        )
-        return ReplicationError(rule, **shown, got=[*got, frame.describe()], advice=advice)
+        return ReplicationError(_MAPPED, **shown, got=[*got, frame.describe()], advice=_UNNAMED)
     if fact.kind == "mixed":
         return _mixed(fact, got, shown, frame)
     if fact.kind == "placement":
@@ -143,6 +138,27 @@ def _better(error: Exception, signature: Signature, frame: Frame) -> SpmdError |
     rule = "a Pallas call in a kernel must say on which mesh axes its results vary, and this one does not."
     advice = 'spmd.opaque(fn, "in -> out") around a function that calls it, which says it for the call'
     return ModeError(rule, **shown, got=got, advice=advice)
+
+
+@contextlib.contextmanager
+def derived(signature: Signature, frame: Frame) -> Iterator[None]:
+    """Turn what JAX says of the types of a body that it derives, after the trace, into the same error."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, SpmdError) or not jax_errors.mapped_loop(error):
+            raise
+        shown: dict[str, Any] = {"call": signature.text, "source": signature.source}
+        raise ReplicationError(_MAPPED, **shown, got=[frame.describe()], advice=_UNNAMED) from error
+
+
+_MAPPED = "jax.vmap(..., spmd_axis_name=...) gives values in this loop other types than the loop had."
+_UNNAMED = (
+    "jax.vmap without spmd_axis_name: the strings inside do not mention the dimension that it maps.\n"
+    'A carry starts with jnp.zeros_like of a row, or with spmd.zeros("<its layout> {R:<the axes of the rows>}").\n'
+    "For the gradient of each row by weights that all share, with dp for the axes of the rows: before the vmap\n"
+    'w = spmd.defer(w, "<its layout> -> <its layout> {R:dp}"), and in it spmd.grad(fn, loss="{U:dp}")(w)'
+)
 
 
 @if_possible

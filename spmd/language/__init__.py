@@ -19,6 +19,7 @@ from spmd.language._sizes import (
     check_axes,
     indivisible,
     mesh_text,
+    slashed,
     with_axis,
 )
 from spmd.language._syntax import Atom, Axes, Dim, check_length
@@ -50,6 +51,7 @@ __all__ = [
     "indivisible",
     "mesh_text",
     "no_room",
+    "slashed",
     "turned",
     "verb_for",
     "verb_of",

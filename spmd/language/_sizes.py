@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Protocol
@@ -143,6 +143,14 @@ class Misfit:
         return self.rule if self.advice is None else f"{self.rule}; {self.advice}"
 
 
+def slashed(layout: Dims, axes: Container[str], rank: int) -> str | None:
+    """The layout with a slash before each dimension that is called like a mesh axis, if it then has this rank."""
+    bare = [dim.short for dim in layout.dims[1:] if dim.short in axes]
+    if not bare or len(layout.dims) - len(bare) != rank:
+        return None
+    return re.sub(rf" (?=(?:{'|'.join(bare)})\b)", "/", layout.short)
+
+
 @dataclass(frozen=True, slots=True)
 class WrongRank(Misfit):
     layout: Dims
@@ -167,12 +175,9 @@ class WrongRank(Misfit):
     def advice(self) -> str | None:
         if self.unspaced:
             return f"names are separated by spaces: {self.unspaced}"
-        words = [dim.short for dim in self.layout.dims]
-        bare = [word for word in words[1:] if word in self.mesh]
-        if bare and len(words) - len(bare) == self.rank:
-            text = re.sub(rf" (?=(?:{'|'.join(bare)})\b)", "/", self.layout.short)
+        if text := slashed(self.layout, self.mesh, self.rank):
             return f'a mesh axis stands behind a slash: "{text}"'
-        one_more = words and len(words) + 1 == self.rank
+        one_more = self.layout.dims and len(self.layout.dims) + 1 == self.rank
         stacked = [axis for axis, n in self.mesh.items() if one_more and self.shape[:1] == (n,)]
         told = [f'lax.all_gather(x, "{axis}") puts blocks on a new first dimension' for axis in stacked]
         return f"{', and '.join(told)}: with tiled=True it joins them" if told else None

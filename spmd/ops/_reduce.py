@@ -287,7 +287,8 @@ def reduce(x: Any, pattern: str, /, op: Op = "sum", **names: Any) -> jax.Array:
     # A scalar is reduced over the axes on which the array is a gathered copy too, so that JAX types it equal.
     closes = call.frame.explicit and call.dst.is_scalar
     loose = _compat.varying_axes(operand.x) - {*landing.all_axes, *landing.left, *call.frame.stages} if closes else ()
-    job = _Job(call, operand, right, landing, call.closing(x, call.src, call.frame.in_mesh_order(loose)))
+    operand, copies = call.closing(operand, x, call.frame.in_mesh_order(loose))
+    job = _Job(call, operand, right, landing, copies)
     with call.scope():
         out = RUN[op](operand.x, job)
     return call.result(out)

@@ -276,9 +276,9 @@ def conditions(c: Choices) -> Random:
 
     x = normal(c, 3 * mesh["dp"], 4)
     uneven = np.where(np.arange(len(x))[:, None] < len(x) // 2, x, 50 * x)
-    more = tuple(
-        (one.astype(np.float32),) for one in (x / 100, x * 100, uneven, uneven[::-1] / 40, uneven * 1e3, uneven * -1e5)
-    )
+    sides = bound * (1 + np.abs(x) / 10) * np.where(np.arange(len(x))[:, None] < len(x) // 2, 2, 0.01)
+    several = x / 100, x * 100, uneven, uneven[::-1] / 40, uneven * 1e3, uneven * -1e5, sides, sides[::-1]
+    more = tuple((one.astype(np.float32),) for one in several)
     text = f"{how} by {'all' if whole else 'one shard'} of {rows}, at {bound}"
 
     def plain(x: Any) -> Any:  # what stands for itself alone has no kernel around it
@@ -306,7 +306,8 @@ TAKEN: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 ASKED = "quick"  # by the first call
 
-FAMILIES = (loops, gradients, per_sample, sizes, scans, rings, conditions)
+# Each with how often the soak draws it.
+FAMILIES = {loops: 1, gradients: 1, per_sample: 1, sizes: 1, scans: 2, rings: 3, conditions: 4}
 
 
 def normal(c: Choices, *shape: int) -> np.ndarray:
@@ -314,28 +315,32 @@ def normal(c: Choices, *shape: int) -> np.ndarray:
 
 
 def wider(one: Random) -> Random:
-    """The same on a mesh whose axes of one device have two: there a check looks too, and may find what is right here."""
+    """The same on a mesh whose axes of one device have two: there a check looks too, and may find what is right here.
+    Where numbers choose, those of the second device are also small, and negative and large."""
     mesh = {axis: max(2, devices) for axis, devices in one.mesh.items()}
     layouts = one.pattern.partition("->")[0].split(",")
 
-    def longer(x: np.ndarray, layout: str) -> np.ndarray:
+    def longer(x: np.ndarray, layout: str, factor: float) -> np.ndarray:
         for at, dim in enumerate(spmd.Layout(layout).dims):
             if any(one.mesh[axis] == 1 for axis in dim.axes):
-                x = np.concatenate([x, np.float32(1.25) * np.flip(x, at)], at)
+                x = np.concatenate([x, np.float32(factor) * np.flip(x, at)], at)
         return x
 
-    args, *more = [tuple(map(longer, args, layouts)) for args in (one.args, *one.more)]
+    args, *more = [
+        tuple(longer(x, layout, factor) for x, layout in zip(args, layouts, strict=True))
+        for factor in (1.25, *((0.01, -100) if one.more else ()))
+        for args in (one.args, *one.more)
+    ]
     return one._replace(mesh=mesh, args=args, more=tuple(more))
 
 
-def held(one: Random) -> tuple[list[np.ndarray], bool]:
-    """The results as a whole, unchecked, and whether the devices that should hold equal copies do."""
-    run = spmd.kernel(one.pattern, mesh=spmd.make_mesh(**one.mesh), check="off")(one.body)
-    outs = jax.tree.leaves(run(*one.args))
-    return [np.asarray(out) for out in outs], all(map(copies_agree, outs))
+def unchecked(one: Random) -> Callable[..., Any]:
+    """The body on the devices, as JAX runs it."""
+    return spmd.kernel(one.pattern, mesh=spmd.make_mesh(**one.mesh), check="off")(one.body)
 
 
 def copies_agree(out: jax.Array) -> bool:
+    """Whether the devices that should hold equal copies do."""
     blocks: dict[str, np.ndarray] = {}
     return all(
         np.allclose(np.asarray(shard.data), blocks.setdefault(str(shard.index), np.asarray(shard.data)), atol=1e-6)
@@ -345,13 +350,19 @@ def copies_agree(out: jax.Array) -> bool:
 
 def right(one: Random) -> bool:
     """Whether the devices compute what plain JAX does of whole arrays, for all of the arguments."""
-    return all(agrees(one._replace(args=args)) for args in (one.args, *one.more))
+    run, plain = unchecked(one), jax.jit(one.plain)  # each is compiled once for all of them
+
+    def agrees(args: tuple[np.ndarray, ...]) -> bool:
+        outs = jax.tree.leaves(run(*args))
+        return all(map(copies_agree, outs)) and alike(outs, plain(*args))
+
+    return all(map(agrees, (one.args, *one.more)))
 
 
-def agrees(one: Random) -> bool:
-    wanted = [np.asarray(y, np.float64) for y in jax.tree.leaves(one.plain(*map(jnp.asarray, one.args)))]
-    got, equal = held(one)
-    return equal and len(got) == len(wanted) and all(map(close, got, wanted))
+def alike(got: Any, wanted: Any) -> bool:
+    """Whether all results are close."""
+    ours, others = ([np.asarray(y, dtype) for y in jax.tree.leaves(x)] for x, dtype in ((got, None), (wanted, "f8")))
+    return len(ours) == len(others) and all(map(close, ours, others))
 
 
 def close(x: Any, y: Any) -> bool:
@@ -360,22 +371,21 @@ def close(x: Any, y: Any) -> bool:
 
 
 def another_reference(one: Random, kernel: Any) -> bool:
-    """Whether reference mode gives other numbers than the devices, and says nothing."""
-    got, _ = held(one)
+    """Whether reference mode gives other numbers than plain JAX, and says nothing."""
     try:
-        whole = [np.asarray(y, np.float64) for y in jax.tree.leaves(kernel.reference(*one.args))]
+        return not alike(kernel.reference(*one.args), jax.jit(one.plain)(*one.args))
     except spmd.errors.SpmdError:
         return False
-    return len(got) != len(whole) or not all(map(close, got, whole))
 
 
-def judged(c: Choices) -> tuple[str, str]:
-    """What a random program is, and what became of it: "right", "refused while traced", or by whom it was found.
+def judged(c: Choices, family: Callable[[Choices], Random] | None = None) -> tuple[str, str]:
+    """What a random program is, of any family or of this one, and what became of it: "right", "refused while traced", or
+    by whom it was found.
 
     Raises:
       AssertionError: If other numbers are no finding, or right numbers are one.
     """
-    one = c.choice(FAMILIES)(c)
+    one = (family or c.choice([*FAMILIES]))(c)
     try:
         same = right(one)
     except spmd.errors.SpmdError:
@@ -388,6 +398,7 @@ def judged(c: Choices) -> tuple[str, str]:
             first = ""
         except spmd.errors.ReplicationError as error:
             first = ", ".join(finding.kind for finding in error.findings)
+        warned = bool(told)
         checked = spmd.check(kernel, *one.args)
     findings, known = [finding.kind for finding in checked], checked.verdict.kind in ("proved", "tested")
     if same and (first or findings) and 1 in one.mesh.values() and not right(wider(one)):
@@ -400,6 +411,7 @@ def judged(c: Choices) -> tuple[str, str]:
         assert first or not known or not another_reference(one, kernel), f"{one.text}: {checked}, and another reference"
         return one.text, "closed" if first else "right" if known else "right, and not tested"
     if first or findings:
-        return one.text, "first call" if first else "check"
+        return one.text, "first call" if first else "warned at the first call" if warned else "check"
     assert told or not known or checked.verdict.unreached, f"{one.text}: other numbers, and no finding"
-    return one.text, "a warning" if told else "named by the verdict"
+    named = "named by the verdict" if known else "wrong, and not tested"
+    return one.text, "warned at the first call" if warned else named

@@ -144,6 +144,16 @@ WRONG = {
     "the names of a result": Program("b d -> b d", lambda x: spmd.rearrange(x, "b d -> d b"), "b d", "d b"),
     "a norm": Program("b d -> d b", lambda x: x / jnp.linalg.norm(x, axis=1, keepdims=True), "d b", "b d"),
     "a product": Program("b d, d f -> f b", lambda x, w: x @ w, "f b", "b f"),
+    "another name after a product": Program("b d, d f, k f -> k f", lambda x, w, _: x @ w, "k f", "b f"),
+    "another name of an einsum": Program(
+        "b d, d f, k f -> k f", lambda x, w, _: spmd.einsum(x, w, "b d, d f -> b f"), "k f", "b f"
+    ),
+    "another name in a string": Program(
+        "b d, d f, k g -> b", lambda x, w, _: spmd.reduce(jnp.tanh(x @ w), "k f -> k"), "k f", "b f"
+    ),
+    "a sum over the other dimension": Program("b d -> d", lambda x: x.sum(1), "d", "b"),
+    "a mean over the other dimension": Program("b d -> b", lambda x: x.mean(0), "b", "d"),
+    "a position along the other dimension": Program("b d -> d", lambda x: jnp.argmax(x, 1), "d", "b"),
     "a closure": Program("b d -> b d", lambda x: einsum_of(x, CLOSED), "d b", "b d"),
     "a loop": Program("b d, d f -> b f", in_a_scan, "d b", "b d"),
     "a loop from zeros": Program("b d -> d", from_zeros, "d b", "b d"),
@@ -295,6 +305,11 @@ RIGHT = {
         ),
     ),
     "a layer of a square weight": Program("b d, d e -> b d", lambda x, w: jax.nn.relu(x @ w)),
+    "two layers of one string": Program(
+        "b d, d f, d f -> b f",
+        lambda x, w, v: jnp.tanh(spmd.einsum(jnp.tanh(spmd.einsum(x, w, "b d, d f -> b f")), v, "b d, d f -> b f")),
+    ),
+    "a sum of both sides": Program("b d -> b, d", lambda x: (x.sum(1), x.sum(0))),
     "a product of both sides": Program("b d, d b -> b f", lambda x, w: x @ w),
 }
 

@@ -17,12 +17,11 @@ def test_other_numbers_are_a_finding(seed: int) -> None:
 
 
 @rare
-def test_each_family_has_right_and_wrong_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_family_has_right_and_wrong_programs() -> None:
     for family in FAMILIES:
-        monkeypatch.setattr(random_programs, "FAMILIES", (family,))
         outcomes: set[str] = set()
         for seed in range(200):
-            outcomes.add(judged(Choices(seed))[1])
+            outcomes.add(judged(Choices(seed), family)[1])
             if "right" in outcomes and outcomes & {"first call", "check"}:
                 break
         else:
@@ -37,14 +36,14 @@ class Findings(list[Any]):
 
 def test_a_judge_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a checker, wrong programs have no finding; and with one that says too much, right ones have."""
-    monkeypatch.setattr(random_programs, "FAMILIES", (random_programs.sizes,))
+    of = lambda seed: judged(Choices(seed), random_programs.sizes)
     monkeypatch.setattr(random_programs, "ASKED", "types")
-    seed = next(seed for seed in range(50) if judged(Choices(seed))[1] == "check")
-    right = next(seed for seed in range(50) if judged(Choices(seed))[1] == "right")
+    seed = next(seed for seed in range(50) if of(seed)[1] == "check")
+    right = next(seed for seed in range(50) if of(seed)[1] == "right")
     monkeypatch.setattr(random_programs.spmd, "check", lambda *args: Findings([]))
     with pytest.raises(AssertionError, match="no finding"):
-        judged(Choices(seed))
+        of(seed)
     finding = type("Finding", (), {"kind": "layout"})
     monkeypatch.setattr(random_programs.spmd, "check", lambda *args: Findings([finding]))
     with pytest.raises(AssertionError, match="an alarm"):
-        judged(Choices(right))
+        of(right)

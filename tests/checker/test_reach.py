@@ -86,6 +86,35 @@ def test_a_suspicion_that_hangs_on_such_a_side_is_loud() -> None:
     assert any("no draw shows" in str(one.message) for one in warned)
 
 
+@pytest.mark.parametrize(
+    "decides",
+    [
+        lambda x: x * (x.sum() > 0).astype(x.dtype),
+        lambda x: jnp.where(x.sum() > 0, x, 0),
+        lambda x: lax.cond(x.sum() > 0, lambda x: x, lambda x: x / 2, x),
+    ],
+)
+def test_a_shard_of_zeros_does_not_show_that_devices_may_decide_differently(decides: Any) -> None:
+    """Of zeros every decision makes zeros. Positive numbers do not tell, and the call is not silent."""
+    x = np.abs(np.random.default_rng(0).normal(size=(8, 4))).astype(np.float32)
+    kernel = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2, tp=4))(decides)
+    with pytest.raises((ReplicationError, UserWarning), match="take gt after the sum is complete"):
+        kernel(x)
+    whole = spmd.kernel("b/dp d -> b/dp d", mesh=spmd.make_mesh(dp=2, tp=4))(
+        lambda x: x * (spmd.reduce(x, "b/dp d -> scalar") > 0).astype(x.dtype)
+    )
+    assert spmd.check(whole, x).verdict.kind in ("proved", "tested")
+    np.testing.assert_array_equal(whole(x), x)
+
+
+def test_scores_of_minus_infinity_stay_so_in_draws(recwarn: pytest.WarningsRecorder) -> None:
+    """Given numbers are changed for a draw, and NumPy warns of nothing."""
+    x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+    x[:, 6:] = -np.inf
+    kernel = spmd.kernel("b/dp v -> b/dp", mesh=spmd.make_mesh(dp=2))(lambda x: jax.nn.logsumexp(x, 1))
+    assert spmd.check(kernel, x).verdict.kind in ("proved", "tested") and not recwarn.list
+
+
 def test_a_branch_may_have_no_results() -> None:
     def body(x: Any) -> Any:
         lax.cond(lax.psum(x.sum(), "dp") > 0, lambda: None, lambda: None)

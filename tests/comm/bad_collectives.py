@@ -33,6 +33,12 @@ bad(
     forgets_the_mark_of_a_psum=lambda mesh: body(
         "b/dp d/tp -> b/dp 1", lambda x: psum(x.sum(axis=1, keepdims=True), "b/dp 1 -> b/dp 1"), mesh
     ),
+    an_axis_as_a_dimension=(
+        lambda mesh: body("b/dp d -> b d", lambda x: all_gather(x, "b dp d -> b d", to="invarying"), mesh),
+        lambda mesh: np.testing.assert_array_equal(
+            body("b/dp d -> b d", lambda x: all_gather(x, "b/dp d -> b d", to="invarying"), mesh), X
+        ),
+    ),
     divides_a_one=lambda mesh: body(
         "b/dp d/tp -> b/dp d/tp", lambda x: x - reduce(x, "b/dp d/tp -> b/dp 1/tp", "mean"), mesh
     ),

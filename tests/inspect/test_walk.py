@@ -1,5 +1,6 @@
 """What the walk says of each equation: its text and line, loops and branches, what is moved around kernels, islands."""
 
+import functools
 import os
 
 import jax
@@ -156,14 +157,22 @@ def test_the_boundary_says_from_where_to_where(mesh):
 
 
 def test_the_boundary_names_what_vmap_would_keep(mesh):
-    """A divided dimension that vmap maps is gathered, unless vmap is told its axes."""
-    kernel = spmd.kernel("d/tp -> d/tp", mesh=mesh)(lambda x: 2 * x)
+    """A divided dimension that vmap maps is gathered if the body names its axes, unless vmap is told them."""
+    easy, kernel = (
+        spmd.kernel("d/tp -> d/tp", mesh=mesh)(body) for body in (lambda x: 2 * x, lambda x: spmd.axis_size("dp") * x)
+    )
     at = lambda *spec: jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=jax.NamedSharding(mesh, jax.P(*spec)))
-    [moved] = written(jax.vmap(kernel), [at("dp", "tp")], {}).boundary
+    assert written(jax.vmap(easy), [at("dp", "tp")], {}).boundary == ()
+    told = functools.partial(
+        pytest.warns, spmd.errors.VmapWarning, match="shows whether dp divides it, and the body names it"
+    )
+    with told():
+        [moved] = written(jax.vmap(kernel), [at("dp", "tp")], {}).boundary
     assert moved.note == 'jax.vmap(..., spmd_axis_name="dp") keeps a mapped dimension divided' and moved.bytes
-    assert moved.note in str(spmd.explain(jax.vmap(kernel), at("dp", "tp"))).replace("\n    ", " ")
+    with told():
+        assert moved.note in str(spmd.explain(jax.vmap(kernel), at("dp", "tp"))).replace("\n    ", " ")
     assert written(jax.vmap(kernel, spmd_axis_name="dp"), [at("dp", "tp")], {}).boundary == ()
-    [moved] = written(jax.vmap(kernel), [at("tp")], {}).boundary  # an axis of the kernel's own
+    [moved] = written(jax.vmap(easy), [at("tp")], {}).boundary  # an axis of the kernel's own
     assert moved.note == ""
 
 
@@ -283,7 +292,9 @@ def test_kernels_of_one_name_and_line_are_told_apart(mesh, how):
         kernel = spmd.kernel(f"{layout} -> {layout}", mesh=mesh)(lambda x: jnp.sin(x) * 2)
         given = jax.ShapeDtypeStruct((2, 4, 8), jnp.float32, sharding=spmd.Layout("x y z/tp").sharding(mesh))
         found = written(BODIES[how](kernel), [given], {}).boundary
-        assert found and {(one.source, one.target) for one in found} == {(f"_ _ {n}/tp", f"_ _ {n}/dp")}
+        assert found and {(one.source, one.target) for one in found} == {
+            (f"_ _ {n}/tp", f"_ _ {n}/dp{'/tp' * (how == 'vmap')}")  # what divides it, the compiler keeps
+        }
 
 
 def test_explicit_axes_say_where_arrays_lie():

@@ -114,7 +114,9 @@ os.environ["XLA_FLAGS"] = f"--xla_dump_to={sys.argv[1]} --xla_dump_hlo_as_text"
 import jax, jax.numpy as jnp, numpy as np, spmd
 spmd.use_cpu_devices(8)
 mesh = spmd.make_mesh(dp=2, tp=4)
-fn = spmd.kernel("d/tp, d/tp -> d/tp", mesh=mesh)(lambda x, w: jnp.sin(x) * spmd.reduce(x * w, "d/tp -> scalar"))
+body = lambda x, w: jnp.sin(x) * spmd.reduce(x * w, "d/tp -> scalar")
+fn = spmd.kernel("d/tp, d/tp -> d/tp", mesh=mesh)(body)
+counting = spmd.kernel("d/tp, d/tp -> d/tp", mesh=mesh)(lambda x, w: body(x, w) * spmd.axis_size("dp"))
 x, w = (spmd.shard(np.ones(shape, np.float32), lies, mesh=mesh) for shape, lies in (((4, 8), "b/dp d/tp"), (8, "d/tp")))
 loss = lambda x, w: (fn(x, w) ** 2).sum()
 jax.vmap(fn)(x, x)
@@ -122,13 +124,17 @@ jax.grad(lambda x: (jax.vmap(fn)(x, x) ** 2).sum())(x)
 jax.vmap(jax.grad(loss))(x, x)
 jax.vmap(jax.value_and_grad(loss), (0, None))(x, w)
 def gathers(x):
-    return jax.vmap(fn)(x, x)
+    return jax.vmap(counting)(x, x)
 jax.jit(gathers)(x)
+jax.jit(lambda x: jax.vmap(fn)(x, x))(x)
+jax.jit(jax.grad(lambda x: (jax.vmap(fn)(x, x) ** 2).sum()))(x)
+jax.jit(jax.vmap(jax.grad(loss)))(x, x)
 """
 
 
 def test_no_row_is_sent(tmp_path: Path):
-    """Each program that XLA compiled for the calls outside of jit: sums over tp, and nothing along dp."""
+    """Each program that XLA compiled, for calls outside of jit and inside: sums over tp, and nothing along dp. Only what
+    names dp itself has its rows gathered inside jit."""
     script, dumped = tmp_path / "program.py", tmp_path / "hlo"
     script.write_text(PROGRAM)
     done = run_python(str(script), str(dumped))
@@ -145,3 +151,24 @@ def test_no_row_is_sent(tmp_path: Path):
     ours = [groups for name, _, groups in kept if "jit_kernel" in name]  # the others sum the losses of all rows
     over_tp = ("{{0,1,2,3},{4,5,6,7}}", "[2,4]<=[8]", "{'tp'}")  # as compilers write it
     assert len(ours) >= 4 and all(one.endswith(over_tp) for one in ours), ours
+
+
+def test_jit_warns_only_where_the_body_names_what_may_divide_rows():
+    """There the rows are gathered, unless a vmap says how they lie. Elsewhere the compiler knows it."""
+    named = spmd.kernel("d/tp -> d/tp", mesh=MESH)(lambda x: x * spmd.axis_size("dp"))
+    other = spmd.kernel("d/tp -> d/tp", mesh=MESH)(lambda x: x * 2)
+    x = jax.device_put(np.ones((4, 6), np.float32), NamedSharding(MESH, P("dp", "tp")))
+    with pytest.warns(
+        VmapWarning, match="(?s)inside jax.jit nothing shows whether dp, ep divide it.*the body names some"
+    ):
+        assert jax.jit(jax.vmap(named))(x).sharding.spec == P(None, "tp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for run in (
+            jax.vmap(named, spmd_axis_name="dp"),
+            jax.vmap(other),
+            jax.vmap(jax.grad(lambda x: (named(x) ** 2).sum()), spmd_axis_name="dp"),
+        ):
+            assert jax.jit(run)(x).sharding.spec == P("dp", "tp")
+        inner = jax.jit(jax.vmap(jax.vmap(other)))(x[None])
+        assert inner.sharding.spec == P(None, "dp", "tp")

@@ -11,7 +11,7 @@ from jax import lax
 import spmd
 from spmd.errors import ReplicationError, SpmdError
 from spmd.inspect import collectives
-from tests.sampler import Sampler, seeds
+from tests.sampler import Sampler, mixed, seeds, share
 
 X = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32) / 4
 
@@ -57,6 +57,58 @@ def test_a_loop_for_each_row(mesh, seed, rows):
     assert all(one.axes == ("tp",) for one in sent), str(sent)
 
 
+W = np.random.default_rng(1).normal(size=8).astype(np.float32)
+
+# A gradient that is taken in the body: its pattern, and of a function of a row and weights what the body computes.
+INSIDE = {
+    "by rows": (
+        "b/dp d/tp, d/tp -> b/dp d/tp",
+        lambda fn, rows: lambda x, w: spmd.grad(lambda x: (rows(fn, x, w) ** 2).sum(), loss="{U:dp}")(x),
+    ),
+    "by weights": (
+        "b/dp d/tp, d/tp -> d/tp",
+        lambda fn, rows: lambda x, w: spmd.grad(lambda w: spmd.reduce(rows(fn, x, w) ** 2, "b/dp -> scalar"))(w),
+    ),
+    "by weights, linear": (
+        "b/dp d/tp, d/tp -> d/tp",
+        lambda fn, rows: lambda x, w: spmd.grad(lambda w: spmd.reduce(rows(fn, x, w), "b/dp -> scalar"))(w),
+    ),
+    "parts by weights": (
+        "b/dp d/tp, d/tp -> d/tp",
+        lambda fn, rows: lambda x, w: spmd.grad(lambda w: rows(fn, x, w).sum(), loss="{U:dp}")(w),
+    ),
+    "of each row": (
+        "b/dp d/tp, d/tp -> b/dp d/tp",
+        lambda fn, rows: (
+            lambda x, w: rows(
+                lambda row, w: spmd.grad(lambda w: fn(row, w) ** 2, loss="{U:dp}")(w),
+                x,
+                spmd.defer(w, "d/tp -> d/tp {R:dp}"),
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("inside", "start"), share(mixed(INSIDE, STARTS)))
+@pytest.mark.parametrize("seed", seeds(6))
+def test_a_gradient_of_loops_that_is_taken_in_the_body(mesh, seed, inside, start):
+    """JAX leaves out what a gradient does not need, and with it notes on rows. They stay rows nonetheless."""
+    sampler = Sampler(seed)
+    loop, step, rows = (sampler.choice([*known]) for known in (LOOPS, STEPS, ROWS))
+    pattern, make = INSIDE[inside]
+    of_row = lambda row, w: LOOPS[loop](STEPS[step](row * w), STARTS[start](row * w))
+    every = lambda fn, x, w: ROWS[rows](lambda row: fn(row, w))(x)
+    kernel = spmd.kernel(pattern, mesh=mesh)(make(of_row, every))
+    try:
+        found = kernel(X, W)
+    except ReplicationError as error:
+        assert rows == "map" and 'spmd.zeros("{R:dp}")' in str(error), "of lax.map JAX knows no rows"
+        return
+    np.testing.assert_allclose(found, kernel.reference(X, W), rtol=1e-3, atol=1e-4)
+    assert spmd.check(kernel, X, W).verdict.kind in ("proved", "tested")
+
+
 def test_copies_under_vmap(mesh):
     """A whole dimension of a gathered copy: each device has all rows, and they leave as the string says."""
     gathered = lambda x: jax.vmap(total)(spmd.all_gather(x, "b/dp d/tp -> b d/tp"))
@@ -99,12 +151,14 @@ def test_no_loop_of_rows_ends_in_an_error_of_jax(mesh):
         body = lambda row, start=start, step=step: LOOPS["scan"](STEPS[step](row), starts[start](row))
         fn = lambda x, body=body, name=name: jax.vmap(body, spmd_axis_name=name)(x)
         kernel = spmd.kernel("b/dp d/tp -> b/dp", mesh=mesh)(fn)
+        slope = lambda run: jax.jit(jax.grad(lambda x: run(x).sum()))
         try:
             np.testing.assert_allclose(kernel(X), kernel.reference(X), rtol=1e-4, atol=1e-5)
+            np.testing.assert_allclose(slope(kernel)(X), slope(kernel.reference)(X), rtol=1e-4, atol=1e-4)
         except SpmdError as error:
             assert 'spmd.zeros("{R:dp}")' in str(error) or "without spmd_axis_name" in str(error)
             told.add((start, name))
-    assert {("a number", None), ("zeros", None)} <= told and ("a sum", None) not in told
+    assert {("a number", None), ("zeros", None), ("a sum", "dp")} <= told and ("a sum", None) not in told
 
 
 def test_each_row_has_a_loss_of_its_own(mesh):
