@@ -230,6 +230,7 @@ class Checkpoints:
         rule = "checkpoints are saved by Orbax, which is not installed."
         orbax, epath = (library(name, rule) for name in ("orbax.checkpoint", "etils.epath"))
         self._local = not in_a_bucket(path, ("gs",), "checkpoints(path)")
+        recorder.remote = not self._local
         self.path: Any = Path(path).absolute() if self._local else epath.Path(path)
         self._orbax, self._keep, self._strict, self._timeout = orbax, keep, strict, timeout_seconds
         self._finite = finite
@@ -248,6 +249,7 @@ class Checkpoints:
         self._any, self._closed = False, False  # whether a save of this run succeeded
         self._deleter = ThreadPoolExecutor(1, "retention")
 
+    @recorder.inside("save")
     def save(
         self, step: int, state: Any, *, data: Batches | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
@@ -304,6 +306,7 @@ class Checkpoints:
             failure = error  # the others may be writing; all report it when they wait
         self._writing = step, failure
 
+    @recorder.inside("restore")
     def restore(self, init: Any, *args: Any, data: Batches | None = None, cast: bool = False) -> Restored:
         """The last state that was saved whole, placed as `init` places it; a new one if none was saved.
 
@@ -349,6 +352,7 @@ class Checkpoints:
             raise PlacementError(rule, call="restore(init, ...)", got=[str(self.path), *failures])
         return Restored(init(*args), 0)
 
+    @recorder.inside("save")
     def wait(self) -> None:
         """Wait until what was saved is written; all processes call it.
 
@@ -361,6 +365,7 @@ class Checkpoints:
             self._settle()
         self._deleter.submit(int).result()  # after what it still deletes
 
+    @recorder.inside("save")
     def close(self) -> None:
         """Wait, then release Orbax's threads, and the folder for other programs. Once closed, it stays closed.
 
@@ -430,8 +435,7 @@ class Checkpoints:
         bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
         (saved, failure), self._writing = self._writing or (None, None), None
         try:
-            with recorder.inside("save"):
-                self._writer.wait_until_finished()
+            self._writer.wait_until_finished()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             failure = failure or error
         refused_by = jax_errors.refused_by_the_system(failure)
@@ -586,7 +590,7 @@ class Checkpoints:
         handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
             reading = self._orbax.Checkpointer(handler, multiprocessing_options=options)
-            with recorder.inside("restore"), reading as reader:
+            with reading as reader:
                 return reader.restore(self._folder(step) / _STATE, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
             raise _Damaged(f"{_STATE}: {type(error).__name__}: {jax_errors.first_line(error)}") from error

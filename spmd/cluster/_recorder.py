@@ -27,13 +27,20 @@ from spmd._processes.environment import REMADE
 from spmd._text import Table
 from spmd.cluster._launch import free_port
 from spmd.cluster._stacks import Stack
+from spmd.errors import MeshError
 
+STORING = ("save", "restore")
+PATIENCE = 60.0  # seconds
 HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
 _LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start
+_SEVERAL = 3  # times the patience, after which a program is looked at that tells of no laps
 _PATIENT = 10  # times the patience, where a process works on, or a device may
+_LONGEST = {"start": 60, "save": _PATIENT, "restore": _PATIENT}  # times the patience, in what may take long
+_MOVED = 2**16  # bytes that are read and written between two looks where a disk answers
 _WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 GATHER = 4.0  # seconds in which a process that runs says where it is
+_NAME = "flight recorder"
 _SHOWN = 4  # collectives of a program in a message
 
 
@@ -44,6 +51,8 @@ class _Recorder:
         self.laps = 0  # steps and batches so far
         self.step, self.began = -1, 0.0
         self.doing = ""
+        self.programs, self.compiled = 0, 0.0  # that were compiled, and in how many seconds
+        self.remote = False  # whether it saves where nobody here sees how many bytes arrive
         self.code = 0  # with which this process ends, if that is decided
         self.end, self.why = "", ""  # "ended", and by what; or "failed": JAX's error may come of another one's end
         self.told = threading.Event()  # it ends
@@ -66,6 +75,11 @@ class _Recorder:
         """A batch was read."""
         self.reads.append(seconds)
         self.laps += 1
+
+    def hear(self, event: str, seconds: float, **_: Any) -> None:
+        """JAX says what took how long."""
+        if event.startswith("/jax/core/compile"):
+            self.programs, self.compiled = self.programs + 1, self.compiled + seconds
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
@@ -130,13 +144,29 @@ def end_now(code: int) -> None:
     os._exit(code)
 
 
-def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
+def patiences(given: float | Mapping[str, float] | None) -> dict[str, float]:
+    """After how many seconds without progress a run ends: in a step, at the start, in a save and in a restore.
+
+    Raises:
+      MeshError: Something else is given.
+    """
+    told = given if isinstance(given, Mapping) else {"step": given or 0.0}
+    step = told.get("step", PATIENCE)
+    found = {"step": step, **{name: times * step for name, times in _LONGEST.items()}, **told}
+    if len(found) > 1 + len(_LONGEST) or not all(isinstance(one, int | float) for one in found.values()):
+        advice = f'as in patience=120, or patience={{"step": 60, "start": 7200}}; names: step, {", ".join(_LONGEST)}'
+        raise MeshError(f"patience is seconds, not {given!r}.", call="initialize(...)", advice=advice)
+    return found
+
+
+def watch(patience: Mapping[str, float], on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
     """Watch this process from now on, beside the others; `host` is that of the coordinator."""
     client = coordination()
     if client is not None:
         one = Watch(patience, on_hang, client, host)
-        threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
+        threads = [threading.Thread(target=run, name=_NAME, daemon=True) for run in (one.listen, one.guard)]
         recorder.listener = threads[0]
+        jax.monitoring.register_event_duration_secs_listener(recorder.hear)
         atexit.register(leave)  # called before JAX waits for them, where its errors abort a process
         for thread in threads:
             thread.start()
@@ -149,15 +179,19 @@ class Watch:
     progress, the places of all. Its lowest rank that answers tells the verdict.
     """
 
-    def __init__(self, patience: float, on_hang: Callable[[str], int | None] | None, client: Any, host: str) -> None:
+    def __init__(
+        self, limits: Mapping[str, float], on_hang: Callable[[str], int | None] | None, client: Any, host: str
+    ) -> None:
         self.rank, self.count = jax.process_index(), jax.process_count()
-        self.patience, self.on_hang, self.client, self._host = patience, on_hang, client, host
+        self.patience, self._limits, self.on_hang = limits["step"], limits, on_hang
+        self.client, self._host = client, host
         self._on_cpu = jax.default_backend() == "cpu"
         self._used, self._looked, self._worked = 0.0, 0.0, time.monotonic()
-        self._tick = min(max(1.0, self.count / 500), patience / 20)
+        self._tick = min(max(1.0, self.count / 500), self.patience / 20)
         self._main = threading.main_thread().ident
         self._progress = self._still = self._quiet = self._beat = time.monotonic()
-        self._longest, self._laps, self._mark = 0.0, 0, None
+        self._longest, self._laps, self._mark, self._bytes = 0.0, 0, None, 0
+        self._arrays = self._programs = self._turns = 0
         self._round, self._beats = 0, 0
         self._lives: dict[str, tuple[str, float]] = {}
         self._calling = float("inf")  # since when the service has not answered
@@ -180,7 +214,7 @@ class Watch:
     def _watch(self) -> None:
         self._look()
         now = time.monotonic()
-        late = recorder.laps >= _LAPS and now > max(self._progress + self.patience + self._longest, self._quiet)
+        late = now > max(self._progress + self._limit, self._quiet)
         if self._silent() or late or self._said("places"):
             self._settle()
 
@@ -191,6 +225,11 @@ class Watch:
         self._end_without_coordinator()
 
     # --- inside ---
+
+    @property
+    def _limit(self) -> float:
+        """After how many seconds without progress the others are asked."""
+        return self.patience + self._longest if recorder.laps >= _LAPS else _SEVERAL * self.patience
 
     def _end_without_coordinator(self) -> None:
         recorder.left = []
@@ -205,7 +244,7 @@ class Watch:
 
     def _look(self) -> Stack:
         stack, now = Stack(self._main), time.monotonic()
-        if (mark := stack.mark()) != self._mark:
+        if (mark := stack.mark()) != self._mark or self._disk_moves():
             self._mark, self._still = mark, now
         if now - self._looked > self._tick / 2:
             used = time.process_time()
@@ -216,11 +255,26 @@ class Watch:
         if recorder.laps >= _LAPS and not compiles:
             recorder.looks += 1
             recorder.waits += stack.waits_for_devices()
-        if recorder.laps != self._laps or compiles:
+        arrays = hash(tuple(map(id, jax.live_arrays())))  # a program that was called has made others
+        if recorder.programs != self._programs:  # at a line that it has not passed before
+            self._programs, self._turns = recorder.programs, 0
+        self._turns += arrays != self._arrays
+        if (recorder.laps, arrays) != (self._laps, self._arrays) or compiles:
             if recorder.laps > _LAPS and not compiles:
                 self._longest = max(self._longest, now - self._progress)
-            self._laps, self._progress = recorder.laps, now
+            self._laps, self._arrays, self._progress = recorder.laps, arrays, now
         return stack
+
+    def _disk_moves(self) -> bool:
+        """Return whether a process that saves or restores has read or written since the last look."""
+        if recorder.doing not in STORING or recorder.remote:
+            return recorder.remote
+        try:
+            lines = Path("/proc/self/io").read_text().splitlines()
+        except OSError:
+            return True
+        before, self._bytes = self._bytes, sum(int(line.split()[1]) for line in lines if line[1:5] == "char")
+        return self._bytes - before > _MOVED
 
     def _silent(self) -> bool:
         """Say that this process lives; whether another one has been silent while nothing went on."""
@@ -271,37 +325,54 @@ class Watch:
             told = json.dumps([text, ends, recorder.left, recorder.meet])
             self._call("key_value_set", verdict, told, allow_overwrite=True)
             if text and not ends:
-                longest = _PATIENT * self.patience
+                longest = min(one["limit"] for one in places.values())
                 print(f"{text} If nothing goes on, it ends after {longest:g} s.", file=sys.stderr, flush=True)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has stopped meanwhile: then by oneself
                 told = self._call("blocking_key_value_get", verdict, int(2000 * GATHER))
                 text, ends, recorder.left, recorder.meet = json.loads(told)
         self._round += 1
-        self._quiet = time.monotonic() + self.patience
+        now = time.monotonic()
+        again, last = now + max(self.patience, now - self._progress), self._progress + place["limit"] + self._tick
+        self._quiet = min(again, last) if last > now else again
         if ends:
             self._end(text)
 
     def _place(self, stack: Stack) -> dict[str, Any]:
         """Return where this process is: `kind` is what it does, "waits" where that is up to others."""
         kind = recorder.end or ("compiles" if stack.compiles() else recorder.doing or "runs")
-        if kind in ("runs", "save", "restore") and stack.waits_for_devices():
-            kind = "waits"
-        where = stack.place()
+        where, inside, now = stack.place(), "", time.monotonic()
+        if kind in ("runs", *STORING):
+            others = self._writers() if kind in STORING else []
+            waits = stack.waits_for_devices() or any(one.waits_for_others() for one in (stack, *others))
+            if waits or (kind == "runs" and now - self._still > self.patience and stack.sends(exact=True)):
+                kind = "waits"
+            elif kind in STORING:
+                inside = next((line for one in (stack, *others) if (line := one.inner_place())), "")
+                where = f"{where}, {inside}" if inside else where
         if kind == "data":  # a thread reads ahead
             readers = [one.ident for one in threading.enumerate() if one.name.startswith("batches_")]
             inside = next((found for one in readers if (found := Stack(one).place())), "")
             where = ", ".join(dict.fromkeys(one for one in (where, inside) if one))
-        now = time.monotonic()
+        loop = recorder.laps >= _LAPS or self._turns >= _LAPS
         return {
             "kind": kind,
+            "busy": bool(inside),
             "where": recorder.why if recorder.end == "ended" else where,
             "step": recorder.step,
+            "loop": loop,
+            "limit": self._limits.get(kind, _PATIENT * self.patience if loop else self._limits["start"]),
             "idle": now - self._progress,
             "still": now - self._still,
             "rests": now - self._worked,
             "host": socket.gethostname(),
         }
+
+    def _writers(self) -> list[Stack]:
+        """The threads that were started for a save or a restore: all but those that are ours."""
+        ours = ("batches", _NAME)
+        found = [one for one in threading.enumerate() if one.ident != self._main and not one.name.startswith(ours)]
+        return [Stack(one.ident) for one in found]
 
     def _end(self, text: str) -> None:
         """Print where the threads of this process are, and the verdict; then end, if the program does not say no."""
@@ -338,24 +409,32 @@ def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) 
     silent = [rank for rank in range(count) if rank not in places]
     of = {rank: place["kind"] for rank, place in places.items()}
     if "failed" in of.values():
-        gone = silent + [rank for rank, kind in of.items() if kind == "ended"]
+        late = [rank for rank, kind in of.items() if kind == "runs" and places[rank]["still"] > patience]
+        gone = silent + [rank for rank, kind in of.items() if kind == "ended"] + late
         return (_told(gone, places), True) if gone else ("", False)
     if "compiles" in of.values() and not silent:
         return "", False
     waits = {rank for rank, kind in of.items() if kind == "waits"}
     lines = {places[rank]["where"] for rank in waits}
     waits |= {rank for rank, kind in of.items() if kind == "runs" and places[rank]["where"] in lines - {""}}
-    storing = [rank for rank, kind in of.items() if kind in ("save", "restore")]
+    storing = [rank for rank, kind in of.items() if kind in STORING]
     own = [rank for rank in of if rank not in waits and rank not in storing]
+    storing = [rank for rank in storing if places[rank].get("busy")] or storing  # who rests there waits for them
     guilty = silent + (own if waits or storing else [rank for rank in own if of[rank] == "data"])
-    patient = max((one["idle"] for one in places.values()), default=0) > _PATIENT * patience
-    if guilty:
-        moves = not silent and all(of[rank] == "runs" and places[rank]["still"] < patience / 2 for rank in guilty)
-        return _told(guilty, places), patient or not moves
-    if storing:
-        return _told(storing, places), patient
+    patient = any(one["idle"] > one["limit"] for one in places.values())
+    loop = any(one["loop"] for one in places.values())
     rest = min((one["rests"] for one in places.values()), default=0) > patience / 2  # then nobody computes
-    return (_all_wait(waits, places), patient or rest) if waits else ("", False)
+    if guilty:
+        never = bool(silent) or any(of[rank] == "ended" for rank in guilty)
+        moves = all(of[rank] == "runs" and places[rank]["still"] < patience / 2 for rank in guilty if rank in of)
+        return _told(guilty, places), patient or never or (loop and not moves)
+    if storing:
+        return _told(storing, places), patient or all(places[rank]["still"] > patience for rank in storing)
+    if waits:
+        return _all_wait(waits, places), patient or rest
+    if of and all(kind == "runs" and places[rank]["still"] > _SEVERAL * patience for rank, kind in of.items()):
+        return _all_wait(set(of), places), patient and rest
+    return "", False
 
 
 def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
@@ -370,6 +449,8 @@ def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
     head = _head(one["step"] for one in places.values())
     if len(groups) > 1:
         return f"{head}the processes wait for each other at different lines: {told}."
+    if any(places[rank]["kind"] == "runs" for rank in waits):
+        return f"{head}no process goes on: {told}."
     return f"{head}all wait, {told}: a device or the network between them does not answer."
 
 
@@ -379,7 +460,8 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
     lines = collections.Counter(places[rank]["where"] for rank in rest if places[rank]["kind"] != "ended")
     line = max(lines, key=lambda line: lines[line], default="")
     waiting = f"did not reach {line}, where the others wait{_sent(places, line)}. "
-    first = f"{ranks(sorted(guilty))} {waiting}" if line else ""
+    beside = any(places[rank]["where"].startswith(line) for rank in guilty if rank in places)  # in one call of ours
+    first = f"{ranks(sorted(guilty))} {waiting}" if line and not beside else ""
     each = []
     for rank in sorted(guilty)[:8]:
         place = places.get(rank)

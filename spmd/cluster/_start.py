@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -28,7 +28,7 @@ from spmd._jaxprs.lines import is_of_library
 from spmd._processes.agreement import disagreements, first_difference
 from spmd._processes.copies import compare_replicas
 from spmd._processes.environment import Task, agreed, tasks
-from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
+from spmd.cluster._recorder import GATHER, PATIENCE, end_now, leave, patiences, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -127,7 +127,7 @@ def initialize(
     cpu_devices: int | None = None,
     check: bool = False,
     ignore: Sequence[str | int] = (),
-    patience: float | None = 60,
+    patience: float | Mapping[str, float] | None = PATIENCE,
     on_hang: Callable[[str], int | None] | None = None,
     **options: Any,
 ) -> None:
@@ -158,11 +158,13 @@ def initialize(
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
-        which process stopped it, and at which line: one that sleeps, waits for a lock or for data, has taken another
-        branch, or does not answer. It counts from the second step on that `stopping` or `batches` sees. While a
-        process compiles, nobody is in a hurry. Where the process that the others wait for works on, or all wait for
-        devices other than CPUs, it is ten times as long. A process that does not answer at all is named after half of
-        it. None watches nothing, as for a debugger.
+        which process stopped it, and at which line: one that sleeps, waits for a lock, for data or for a disk, has
+        taken another branch, or does not answer. A loop that calls neither `stopping` nor `next(batches)` is told of
+        after three times as long, and ends then. While a process compiles, nobody is in a hurry. Where the process
+        that the others wait for works on, or all wait for devices other than CPUs, it is ten times as long. A start,
+        before any loop, is told of too, and may take sixty times as long. A process that does not answer at all is
+        named after half of it. A mapping sets them apart: `{"step": 60, "start": 7200, "save": 600, "restore": 600}`.
+        None watches nothing, as for a debugger.
       on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
         None to go on. By default the exit code is 75. `cluster.remake` starts again with the processes that are left.
       **options: Further arguments of `jax.distributed.initialize`: `initialization_timeout` and
@@ -178,7 +180,7 @@ def initialize(
       >>> import spmd
       >>> spmd.cluster.initialize()  # alone: nothing happens
     """
-    given = _given(coordinator_address, num_processes, process_id)
+    given, limits = _given(coordinator_address, num_processes, process_id), patiences(patience)
     if jax.distributed.is_initialized():
         found = Task("jax.distributed", jax.process_index(), jax.process_count())
     else:
@@ -187,7 +189,7 @@ def initialize(
             _choose_devices(cpu_devices)
             return
         where = {} if found.detected else _address(found)
-        options = {**where, "heartbeat_timeout_seconds": max(int(patience or 0), 30), **options}
+        options = {**where, "heartbeat_timeout_seconds": max(int(limits["step"]), 30), **options}
         asked.watch_early()
         _join(found, options, cpu_devices)
         if asked.signal is not None:
@@ -198,7 +200,7 @@ def initialize(
         compare_replicas(check)
         if patience is not None:
             host = _coordinator(found).rpartition(":")[0] or socket.getfqdn()  # nobody has to say it to process 0
-            watch(patience, on_hang, host)
+            watch(limits, on_hang, host)
 
 
 def same_program(lowered: Any) -> None:

@@ -5,6 +5,7 @@ runs can be compared bit for bit.
 """
 
 import contextlib
+import ctypes
 import errno
 import functools
 import os
@@ -61,6 +62,20 @@ def close_network() -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
+def own_mounts() -> None:
+    """From now on this process alone sees the disks that it mounts; before it has threads."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    alone, private = 0x20000, 0x44000
+    assert libc.unshare(alone) == 0 and libc.mount(b"none", b"/", None, private, None) == 0, ctypes.get_errno()
+
+
+def silent_disk(folder: str) -> None:
+    """From now on a disk lies over a folder that answers no call: a file system of which nobody serves the requests."""
+    there = os.open("/dev/fuse", os.O_RDWR)
+    how = f"fd={there},rootmode=40000,user_id=0,group_id=0".encode()
+    assert ctypes.CDLL(None, use_errno=True).mount(b"silent", folder.encode(), b"fuse", 0, how) == 0, ctypes.get_errno()
+
+
 def full_disk() -> None:
     """From now on no file of a checkpoint can be written here."""
     full = OSError(os.strerror(errno.ENOSPC))
@@ -108,6 +123,10 @@ def disturb(kind: str, state: dict[str, jax.Array], source: Source) -> dict[str,
             close_network()
         case "disk":
             full_disk()
+        case "silent":
+            silent_disk(os.environ["FOLDER"])
+        case "writer":
+            silent_disk(os.environ["FOLDER"] + "/steps")
     return state
 
 
@@ -121,6 +140,8 @@ def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12")
     """Train, with a fault in one process at one step."""
     again = functools.partial(spmd.cluster.remake, replaced=True)
     known = {"remake": spmd.cluster.remake, "replaced": again, None: None}
+    if kind in ("silent", "writer"):
+        own_mounts()
     on_hang = known.get(os.environ.get("ON_HANG"), asked)
     spmd.cluster.initialize(patience=PATIENCE, on_hang=on_hang, ignore=[1, 2, 3])
     spmd.cluster.stopping(0)

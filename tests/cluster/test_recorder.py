@@ -10,7 +10,7 @@ import pytest
 
 import spmd
 from spmd.cluster._recorder import HUNG, _Recorder, judge, recorder
-from tests.cluster.harness import end, join, joined
+from tests.cluster.harness import end, exhaustive, join, joined
 from tests.sampler import rare, share
 
 DISTURBED = "tests/cluster/disturbed.py"
@@ -19,7 +19,8 @@ PATIENCE = 3
 
 def place(kind: str, where: str, **more: Any) -> dict[str, Any]:
     """Where a rank is, as it says so."""
-    return {"kind": kind, "where": where, "step": 7, "idle": 70.0, "still": 65.0, "rests": 0.0, "host": "h", **more}
+    seconds = {"idle": 70.0, "still": 65.0, "rests": 0.0, "limit": 600.0}
+    return {"kind": kind, "where": where, "step": 7, **seconds, "loop": True, "host": "h", **more}
 
 
 STEP = "`step(x)` (train.py:9)"
@@ -75,7 +76,7 @@ def test_who_may_go_on() -> None:
         [place("failed", ""), WAITS],  # its error is told
     ):
         assert judge(dict(enumerate(places)), 2, 60) == ("", False)
-    saves = place("save", "`saved.close()` (train.py:20)")
+    saves = place("save", "`saved.close()` (train.py:20)", still=1.0)  # its disk takes bytes
     for said, places in {
         "rank 0 on h is in `plot(x)`": [works, WAITS],
         "all wait, ranks 0, 1 in `step(x)`": [WAITS, WAITS],  # a long program
@@ -93,6 +94,63 @@ def test_who_may_go_on() -> None:
     assert not judge({0: rests[0], 1: WAITS}, 2, 60)[1]
     assert judge({0: WAITS, 1: SLEEPS}, 2, 60)[1] and judge({0: WAITS}, 2, 60)[1]
     assert "rank 1 does not answer" in judge({0: place("failed", "")}, 2, 60)[0]
+
+
+def test_before_a_loop_nobody_is_in_a_hurry() -> None:
+    """It is told of, and ends where somebody will never come."""
+    start = [{**one, "loop": False} for one in (WAITS, SLEEPS)]
+    text, ends = judge(dict(enumerate(start)), 2, 60)
+    assert "rank 1 did not reach `step(x)`" in text and not ends
+    assert judge({rank: one | {"idle": 601.0} for rank, one in enumerate(start)}, 2, 60)[1]
+    assert judge({0: start[0]}, 2, 60)[1] and judge({0: start[0], 1: {**start[1], "kind": "ended"}}, 2, 60)[1]
+
+
+def test_where_all_only_run_each_is_named() -> None:
+    """After several times the patience; of those who compute, nothing is known."""
+    runs = [place("runs", f"`lock.acquire()` (train.py:{line})", still=190.0, rests=190.0) for line in (4, 5)]
+    text, ends = judge(dict(enumerate(runs)), 2, 60)
+    assert "the processes wait for each other at different lines: rank 0 in `lock.acquire()` (train.py:4)" in text
+    assert not ends and judge({rank: one | {"idle": 601.0} for rank, one in enumerate(runs)}, 2, 60)[1]
+    assert "no process goes on: ranks 0, 1 in" in judge({0: runs[0], 1: runs[0]}, 2, 60)[0]
+    assert "rank 2 did not reach" in judge({0: runs[0], 1: runs[0], 2: runs[1]}, 3, 60)[0]
+    assert judge({0: runs[0], 1: {**runs[1], "still": 1.0}}, 2, 60) == ("", False)
+
+
+def test_of_those_who_save_the_one_whose_disk_does_not_answer_is_named() -> None:
+    saves = place("save", "`saved.close()` (train.py:20)", still=10.0)
+    stuck = place("save", "`saved.close()` (train.py:20), `open(path)` (backend.py:133)", busy=True)
+    waits = place("waits", "`saved.close()` (train.py:20)")
+    for places in ([stuck, saves], [stuck, waits], [stuck, waits, waits]):
+        text, ends = judge(dict(enumerate(places)), len(places), 60)
+        assert ends and text.startswith("the run stands still at step 7: rank 0 on h saves in `saved.close()`"), text
+        assert not judge({0: {**stuck, "still": 10.0}, **dict(enumerate(places[1:], 1))}, len(places), 60)[1]
+
+
+PLAIN = "tests/cluster/plain.py"
+
+
+@pytest.mark.parametrize(
+    ("call", "where", "kind"),
+    share([(call, "loop", kind) for call in ("kernel", "jit", "table") for kind in ("sleep", "all", "works")], times=2),
+)
+def test_a_loop_that_tells_of_no_laps_is_watched(call: str, where: str, kind: str) -> None:
+    """It ends after several times the patience, and one in which each turn takes long goes to its end."""
+    found = joined([[PLAIN, call, where, kind]] * 2, [{"PATIENCE": f"{PATIENCE}"}] * 2, timeout=120)
+    assert [one.code for one in found] == ([0, 0] if kind == "works" else [HUNG, HUNG]), found
+    said = {
+        "works": "",
+        "sleep": "rank 1 did not reach `float(x.addressable_shards[0].data[0])`",
+        "all": "no process goes on: ranks 0, 1 in `time.sleep(1000)` (plain.py:",
+    }
+    assert said[kind] in found[0].err and (kind != "works" or "stands still" not in found[0].err)
+
+
+@exhaustive
+def test_a_start_that_stands_still_is_told_of() -> None:
+    """The others wait for 30 s, in which Gloo wants to meet them all."""
+    found = joined([[PLAIN, "jit", "start", "sleep"]] * 2, [{"PATIENCE": f"{PATIENCE}"}] * 2, timeout=120)
+    assert "rank 1 on " in found[0].err and "is in `time.sleep(1000)` (plain.py:" in found[0].err, found
+    assert "If nothing goes on, it ends after 180 s." in found[0].err
 
 
 def test_a_warm_step_costs_less_than_50_microseconds() -> None:
