@@ -30,7 +30,8 @@ from jax.sharding import NamedSharding
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import anywhere, everyone, in_all
-from spmd._processes.copies import by_device, checksums, different_copies
+from spmd._processes.copies import Look, checksums
+from spmd._processes.facts import comparing
 from spmd._python.rooms import nearest
 from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
@@ -257,9 +258,12 @@ class Checkpoints:
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
-        Communication: in several processes two all-gathers of 32 bytes: whether the last one is written and the disk
-        takes this one, and whether the numbers are finite. The devices compute the checksums, of which they add up 4
-        bytes for each array.
+        Copies that are equal by their layout are compared before, bit for bit: a state in which they differ is not
+        saved.
+
+        Communication: in several processes an all-gather of 32 bytes, whether the last one is written and the disk
+        takes this one, and one of 8 bytes for each array and device. The devices compute the checksums, of which they
+        add up 4 bytes for each array.
 
         Args:
           step: How many steps were done.
@@ -268,8 +272,8 @@ class Checkpoints:
           metrics: Numbers by which a policy of `keep` chooses, the same in all processes.
 
         Raises:
-          SpmdError: A leaf is not an array; a number of it is not finite, with the ranks and arrays; another program
-            saves into the folder; the save before this one failed, and was the first, or `strict` is set.
+          SpmdError: A leaf is not an array; copies differ, or a number is not finite, with ranks and arrays; another
+            program saves into the folder; the save before this one failed, and was the first, or `strict` is set.
         """
         self._check_open(f"save({step!r}, state)")
         if not is_int(step, 0):
@@ -277,8 +281,8 @@ class Checkpoints:
         call = f"save({step}, state)"
         step, leaves = int(step), checked(named(state, call), call)
         refused = self._settle(sum(x.nbytes for x in leaves.values()), step)
-        if self._finite:
-            check_finite(leaves, call, "; checkpoints(path, finite=False) saves such numbers")
+        more = "; checkpoints(path, finite=False) saves such numbers"
+        check_sound(leaves, call, finite=self._finite, copies=comparing(), more=more)
         if step in self._known() - self._damaged:
             self._any, self._failure = True, None
             return
@@ -613,25 +617,21 @@ class _Damaged(Exception):
 # --- numbers that are not finite, and copies that differ --------------------------------------------------------------
 
 
-@jax.jit
-def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return whether all numbers of each block are finite."""
-    narrow = lambda x: jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
-    return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
+def check_sound(leaves: Mapping[str, jax.Array], call: str, *, finite: bool, copies: bool, more: str = "") -> None:
+    """Complain about copies that differ, and about numbers that are not finite, in all processes.
 
-
-def check_finite(leaves: Mapping[str, jax.Array], call: str, more: str = "") -> None:
-    """Complain about numbers that are not finite, in all processes.
-
-    Communication: in several processes an all-gather of 32 bytes.
+    Communication: that of `Look`.
     """
-    inexact = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-    found = by_device(finite, inexact).values()
-    here = dict.fromkeys(path for one in found for path, fine in one.items() if not fine)
-    [unsound] = anywhere(", ".join([*here][:5]))
-    if unsound:
+    look = Look(leaves) if leaves and (finite or copies) else None
+    if look is not None and copies and (wrong := look.different_copies()):
+        rule = (
+            "copies that are equal by their layout differ: a bit has flipped, or the devices computed different things."
+        )
+        advice = "restore the last checkpoint, without that host if it happens again"
+        raise SpmdError(rule, call=call, got=wrong, advice=advice)
+    if look is not None and finite and (unsound := look.not_finite()):
         rule, advice = "numbers of the state are not finite.", f"restore(...) goes back{more}"
-        raise SpmdError(rule, call=call, got=[unsound], advice=advice)
+        raise SpmdError(rule, call=call, got=unsound[:5], advice=advice)
 
 
 @explained
@@ -642,7 +642,7 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
     A bit that has flipped in the memory of one device otherwise stays unseen: copies drift apart, and each process
     trains on with its own. Call it at each step; it looks at every hundredth.
 
-    Communication: at these steps an all-gather of 4 bytes for each array and device, and one of 32 bytes.
+    Communication: at these steps an all-gather of 8 bytes for each array and device.
 
     Args:
       step: The number of the step, the same in all processes.
@@ -663,14 +663,7 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
         raise SpmdError(f"step and every are integers, not {step!r} and {every!r}.", call=call)
     if step % every:
         return
-    leaves = checked(named(state, call), call)
-    if wrong := different_copies(leaves):
-        rule = (
-            "copies that are equal by their layout differ: a bit has flipped, or the devices computed different things."
-        )
-        advice = "restore the last checkpoint, without that host if it happens again"
-        raise SpmdError(rule, call=call, got=wrong, advice=advice)
-    check_finite(leaves, call)
+    check_sound(checked(named(state, call), call), call, finite=True, copies=True)
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import atexit
 import collections
 import contextlib
 import faulthandler
+import hashlib
 import io
 import json
 import os
@@ -22,7 +23,8 @@ import jax
 import numpy as np
 
 from spmd._compat import coordination
-from spmd._processes.agreement import everyone, ranks
+from spmd._processes import facts
+from spmd._processes.agreement import differences, everyone, ranks
 from spmd._processes.environment import REMADE
 from spmd._text import Table
 from spmd.cluster._launch import free_port
@@ -41,6 +43,7 @@ _WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 GATHER = 4.0  # seconds in which a process that runs says where it is
 _NAME = "flight recorder"
+_DIFFER = "the processes do not compute the same"
 _SHOWN = 4  # collectives of a program in a message
 
 
@@ -203,6 +206,8 @@ class Watch:
                 self._watch()
             if recorder.end == "failed":
                 return self._settle()
+            if not recorder.why and (different := self._compare()):
+                self._settle(different)
             self._call("key_value_set", f"spmd/ended/0/{self.rank}", json.dumps(self._place(Stack(self._main))))
             while not recorder.why and len(self._said("ended")) < self.count:
                 time.sleep(self._tick)
@@ -215,8 +220,9 @@ class Watch:
         self._look()
         now = time.monotonic()
         late = now > max(self._progress + self._limit, self._quiet)
-        if self._silent() or late or self._said("places"):
-            self._settle()
+        different = self._compare()
+        if different or self._silent() or late or self._said("places"):
+            self._settle(different)
 
     def guard(self) -> None:
         """End where the service does not answer: process 0, which has it, is stopped or gone."""
@@ -230,6 +236,17 @@ class Watch:
     def _limit(self) -> float:
         """After how many seconds without progress the others are asked."""
         return self.patience + self._longest if recorder.laps >= _LAPS else _SEVERAL * self.patience
+
+    def _compare(self) -> str:
+        """Say what has to be equal in all processes, and return what is not."""
+        for name, which, found in facts.noted():
+            key = f"spmd/facts/{hashlib.sha256(f'{name} {which}'.encode()).hexdigest()[:16]}/"
+            self._call("key_value_set", f"{key}{self.rank}", json.dumps(found), allow_overwrite=True)
+            told = {int(at.rsplit("/", 1)[1]): json.loads(text) for at, text in self._call("key_value_dir_get", key)}
+            if wrong := differences(told):
+                advice = "make both from what is equal in all processes; same_program shows the line that differs"
+                return f"{_DIFFER}: {name}: {'; '.join(wrong)}\nadvice: {advice}"
+        return ""
 
     def _end_without_coordinator(self) -> None:
         recorder.left = []
@@ -300,10 +317,12 @@ class Watch:
         found = self._call("key_value_dir_get", f"spmd/{what}/{self._round if what == 'places' else 0}/")
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
 
-    def _settle(self) -> None:
+    def _settle(self, different: str = "") -> None:
         """Say where this process is, hear where the others are, and end if the run stands still."""
         stack = self._look()
         place = self._place(stack)
+        if different:
+            place |= {"kind": "differs", "where": different}
         self._say(place)
         if place["kind"] == "waits":
             with contextlib.suppress(Exception):  # a backend may write its programs in other words
@@ -320,7 +339,8 @@ class Watch:
         text, ends = judge(places, self.count, self.patience)
         if min(self._said("places")) == self.rank:
             if ends and self.rank == 0:
-                recorder.left = sorted(rank for rank, place in places.items() if place["kind"] != "ended")
+                stay = text.startswith(_DIFFER)  # those that have ended, too, for they say so with this code
+                recorder.left = sorted(rank for rank, place in places.items() if stay or place["kind"] != "ended")
                 recorder.meet = f"{self._host}:{free_port()}"
             told = json.dumps([text, ends, recorder.left, recorder.meet])
             self._call("key_value_set", verdict, told, allow_overwrite=True)
@@ -386,6 +406,7 @@ class Watch:
         if self.rank == 0:  # it has JAX's service, without which JAX aborts the others
             time.sleep(0.5)
         code = HUNG if self.on_hang is None else self.on_hang(text)
+        code = 1 if text.startswith(_DIFFER) else code  # it would come again
         if code is not None:
             recorder.code = code
             end_now(code)
@@ -406,6 +427,8 @@ def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) 
       count: How many processes there are.
       patience: In seconds.
     """
+    if wrong := [place["where"] for place in places.values() if place["kind"] == "differs"]:
+        return wrong[0], True
     silent = [rank for rank in range(count) if rank not in places]
     of = {rank: place["kind"] for rank, place in places.items()}
     if "failed" in of.values():

@@ -25,8 +25,8 @@ import jax.experimental.multihost_utils as multihost
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.lines import is_of_library
+from spmd._processes import facts
 from spmd._processes.agreement import disagreements, first_difference
-from spmd._processes.copies import compare_replicas
 from spmd._processes.environment import Task, agreed, tasks
 from spmd.cluster._recorder import GATHER, PATIENCE, end_now, leave, patiences, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
@@ -125,7 +125,7 @@ def initialize(
     process_id: int | None = None,
     *,
     cpu_devices: int | None = None,
-    check: bool = False,
+    compare: bool = True,
     ignore: Sequence[str | int] = (),
     patience: float | Mapping[str, float] | None = PATIENCE,
     on_hang: Callable[[str], int | None] | None = None,
@@ -151,10 +151,10 @@ def initialize(
       process_id: Which of them this is, from 0.
       cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
         JAX's devices start. Where JAX_NUM_CPU_DEVICES is set, as by `launch --devices`, that number counts.
-      check: Whether to compare, from now on, what each process gives whole, keys and numbers too: in `shard`, in the
-        arguments of `init` and of kernels that are called outside `jit`. Each such call has an all-gather of one hash,
-        and takes the time to hash, about 1.4 ms for each MiB. In `from_process_local` the devices compare the copies.
-        The arguments of your own `jax.jit` are not seen: pass them through `shard`.
+      compare: Whether the processes compare by themselves, from now on, what has to be equal: in the background the
+        traced program of each kernel, at its first call, and the arguments of `init` with JAX's settings; and the
+        copies of a state before `save` writes it. Only hashes are sent. A run in which they differ ends with exit code
+        1, and says which rank differs. What a `jax.jit` of your own adds to kernels, `same_program` compares.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
@@ -197,7 +197,7 @@ def initialize(
     if jax.process_count() > 1:
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
-        compare_replicas(check)
+        facts.compare(compare)
         if patience is not None:
             host = _coordinator(found).rpartition(":")[0] or socket.getfqdn()  # nobody has to say it to process 0
             watch(limits, on_hang, host)
