@@ -631,7 +631,9 @@ def check_sound(leaves: Mapping[str, jax.Array], call: str, *, finite: bool, cop
         raise SpmdError(rule, call=call, got=wrong, advice=advice)
     if look is not None and finite and (unsound := look.not_finite()):
         rule, advice = "numbers of the state are not finite.", f"restore(...) goes back{more}"
-        raise SpmdError(rule, call=call, got=unsound[:5], advice=advice)
+        read = enumerate(everyone([*recorder.unsound]))
+        told = [f"rank {rank} has read samples with such numbers, the last ones {those}" for rank, those in read if those]
+        raise SpmdError(rule, call=call, got=[*unsound[:5], *told], advice=advice)
 
 
 @explained

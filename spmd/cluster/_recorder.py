@@ -63,6 +63,7 @@ class _Recorder:
         self.left: list[int] = []  # where the run ends because it stands still: the processes that may go on
         self.meet = ""  # and where their process 0 will listen
         self.looks = self.waits = 0  # how often the main thread was looked at in its loop, and waited for devices
+        self.unsound: collections.deque[int] = collections.deque(maxlen=3)  # the last samples that are not finite
         self.steps: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self.reads: collections.deque[float] = collections.deque(maxlen=_KEPT)
 

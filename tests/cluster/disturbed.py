@@ -40,6 +40,8 @@ class Source:
             os.read(os.pipe()[0], 1)  # a reader that blocks
         if self.stuck == "slow":
             time.sleep(0.02)
+        if self.stuck == "nan":
+            return np.full(2, np.nan, np.float32)
         if self.stuck == "fails":
             raise OSError("the disk is gone")
         return np.full(2, index, np.float32)
@@ -99,6 +101,8 @@ def disturb(kind: str, state: dict[str, jax.Array], source: Source) -> dict[str,
             source.stuck = "blocks"
         case "slow":
             source.stuck = "slow"
+        case "batch":
+            source.stuck = "nan"
         case "error":
             source.stuck = "fails"
         case "raise":

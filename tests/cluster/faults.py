@@ -83,6 +83,7 @@ FAULTS = [
     Fault("error", "an exception in the source of the data", ENDED + "OSError: the disk is gone", "10"),
     Fault("flip", "a bit flips in a copy", "device \\d+ \\(rank {who} on \\S+ differs from 3", "2", codes=(1,)),
     Fault("nan", "a number is not finite", "numbers of the state are not finite.*\\n.*'x'", "2", codes=(1,)),
+    Fault("batch", "a sample of one process is not finite", "rank {who} has read samples with such", "2", codes=(1,)),
     Fault("disk", "the disk is full in one process", "rank {who}: .*No space left", "2", codes=(1,)),
     Fault("term", "SIGTERM to one process", "done", "10", codes=(0,)),
     Fault("damage", "a file of the last checkpoint is damaged", "step \\d+ is damaged", "0", codes=(0,)),
@@ -126,7 +127,7 @@ class Start:
     @property
     def steps(self) -> dict[int, str]:
         """What process 0 says of each step; of those after a fault of numbers nothing, for they are done again."""
-        wrong = self.fault is not None and self.fault.kind in ("nan", "flip")
+        wrong = self.fault is not None and self.fault.kind in ("nan", "flip", "batch")
         found = steps_of(self.ended[0].out)
         return {step: said for step, said in found.items() if not wrong or step <= self.when}
 
