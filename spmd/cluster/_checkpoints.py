@@ -632,7 +632,7 @@ def check_sound(leaves: Mapping[str, jax.Array], call: str, *, finite: bool, cop
     if look is not None and finite and (unsound := look.not_finite()):
         rule, advice = "numbers of the state are not finite.", f"restore(...) goes back{more}"
         read = enumerate(everyone([*recorder.unsound]))
-        told = [f"rank {rank} has read samples with such numbers, the last ones {those}" for rank, those in read if those]
+        told = [f"rank {rank} has read samples with such numbers, the last: {those}" for rank, those in read if those]
         raise SpmdError(rule, call=call, got=[*unsound[:5], *told], advice=advice)
 
 

@@ -37,13 +37,14 @@ HUNG = 75  # the exit code of a run that stands still, which schedulers queue ag
 _LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start
 _SEVERAL = 3  # times the patience, after which a program is looked at that tells of no laps
 _PATIENT = 10  # times the patience, where a process works on, or a device may
-_LONGEST = {"start": 60, "save": _PATIENT, "restore": _PATIENT}  # times the patience, in what may take long
+_LONGEST = {"start": 60, "compile": 60, "save": _PATIENT, "restore": _PATIENT}  # times the patience, of what is long
 _MOVED = 2**16  # bytes that are read and written between two looks where a disk answers
 _WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 GATHER = 4.0  # seconds in which a process that runs says where it is
 _NAME = "flight recorder"
 _DIFFER = "the processes do not compute the same"
+_DOING = {"data": "reads a batch", "save": "saves", "restore": "restores", "compiles": "compiles"}
 _SHOWN = 4  # collectives of a program in a message
 
 
@@ -149,7 +150,7 @@ def end_now(code: int) -> None:
 
 
 def patiences(given: float | Mapping[str, float] | None) -> dict[str, float]:
-    """After how many seconds without progress a run ends: in a step, at the start, in a save and in a restore.
+    """After how many seconds without progress a run ends: in a step, a start, a compilation, a save and a restore.
 
     Raises:
       MeshError: Something else is given.
@@ -376,13 +377,14 @@ class Watch:
             inside = next((found for one in readers if (found := Stack(one).place())), "")
             where = ", ".join(dict.fromkeys(one for one in (where, inside) if one))
         loop = recorder.laps >= _LAPS or self._turns >= _LAPS
+        usual = _PATIENT * self.patience if loop else self._limits["start"]
         return {
             "kind": kind,
             "busy": bool(inside),
             "where": recorder.why if recorder.end == "ended" else where,
             "step": recorder.step,
             "loop": loop,
-            "limit": self._limits.get(kind, _PATIENT * self.patience if loop else self._limits["start"]),
+            "limit": self._limits.get(kind.removesuffix("s"), usual),
             "idle": now - self._progress,
             "still": now - self._still,
             "rests": now - self._worked,
@@ -436,8 +438,10 @@ def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) 
         late = [rank for rank, kind in of.items() if kind == "runs" and places[rank]["still"] > patience]
         gone = silent + [rank for rank, kind in of.items() if kind == "ended"] + late
         return (_told(gone, places), True) if gone else ("", False)
-    if "compiles" in of.values() and not silent:
-        return "", False
+    compiling = [rank for rank, kind in of.items() if kind == "compiles"]
+    if compiling and not silent:
+        slow = [rank for rank in compiling if places[rank]["still"] > places[rank]["limit"]]
+        return (_told(slow, places), True) if slow else ("", False)
     waits = {rank for rank, kind in of.items() if kind == "waits"}
     lines = {places[rank]["where"] for rank in waits}
     waits |= {rank for rank, kind in of.items() if kind == "runs" and places[rank]["where"] in lines - {""}}
@@ -486,16 +490,17 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
     waiting = f"did not reach {line}, where the others wait{_sent(places, line)}. "
     beside = any(places[rank]["where"].startswith(line) for rank in guilty if rank in places)  # in one call of ours
     first = f"{ranks(sorted(guilty))} {waiting}" if line and not beside else ""
-    each = []
+    each, last = [], max((one["step"] for one in places.values()), default=-1)
     for rank in sorted(guilty)[:8]:
         place = places.get(rank)
+        left = f", after step {place['step']:,}" if place and 0 <= place["step"] < last else ""  # so it left the loop
         if place is None:
             each.append(f"rank {rank} does not answer: it is stopped, or its host is gone")
         elif place["kind"] == "ended":
-            each.append(f"rank {rank} on {place['host']} has ended{': ' * bool(place['where'])}{place['where']}")
+            each.append(f"rank {rank} on {place['host']} has ended{left}{': ' * bool(place['where'])}{place['where']}")
         else:
-            doing = {"data": "reads a batch", "save": "saves", "restore": "restores"}.get(place["kind"], "is")
-            each.append(f"rank {rank} on {place['host']} {doing} in {place['where']}, for {place['still']:.0f} s")
+            doing = _DOING.get(place["kind"], "is")
+            each.append(f"rank {rank} on {place['host']} {doing} in {place['where']}, for {place['still']:.0f} s{left}")
     return f"{_head(one['step'] for one in places.values())}{first}{'; '.join(each)}{'; ...' * (len(guilty) > 8)}."
 
 

@@ -43,8 +43,10 @@ class Stack:
         return any(compiles(frame.f_code.co_filename) for frame in self.frames)
 
     def waits_for_devices(self) -> bool:
-        """Return whether it waits for what devices compute: in JAX, or in a call of a jitted function."""
-        return any(in_jax(one.f_code.co_filename) or _is_jitted(one, _expression(one)) for one in self.frames[:1])
+        """Return whether it waits for what devices compute: in JAX, in a call of a jitted function, or in one that is
+        given an array which is not there yet, for C++ leaves no frame."""
+        inner = ((one, _expression(one)) for one in self.frames[:1])
+        return any(in_jax(one.f_code.co_filename) or _is_jitted(one, text) or _awaits(one, text) for one, text in inner)
 
     def waits_for_others(self) -> bool:
         """Return whether it asks JAX's coordination service, which answers when the others have come."""
@@ -140,6 +142,15 @@ def _is_jitted(frame: FrameType, text: str) -> bool:
     for _ in range(4):
         found = getattr(found, "func", None) or getattr(found, "__func__", None) or found  # partial, method
     return isinstance(found, _JITTED)
+
+
+def _awaits(frame: FrameType, text: str) -> bool:
+    """Return whether an expression names an array that no device has computed yet."""
+    try:
+        named = (_named(frame, node) for node in ast.walk(ast.parse(text.strip(), mode="eval")))
+        return any(isinstance(x, jax.Array) and not x.is_deleted() and not x.is_ready() for x in named)
+    except (SyntaxError, ValueError):
+        return False
 
 
 def _function(text: str) -> ast.expr | None:

@@ -163,7 +163,8 @@ def initialize(
         after three times as long, and ends then. While a process compiles, nobody is in a hurry. Where the process
         that the others wait for works on, or all wait for devices other than CPUs, it is ten times as long. A start,
         before any loop, is told of too, and may take sixty times as long. A process that does not answer at all is
-        named after half of it. A mapping sets them apart: `{"step": 60, "start": 7200, "save": 600, "restore": 600}`.
+        named after half of it. A mapping sets them apart: `{"step": 60, "start": 3600, "compile": 3600, "save": 600,
+        "restore": 600}`.
         None watches nothing, as for a debugger.
       on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
         None to go on. By default the exit code is 75. `cluster.remake` starts again with the processes that are left.

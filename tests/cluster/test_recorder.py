@@ -46,6 +46,8 @@ def test_who_is_named() -> None:
     # Orbax's threads wait for the others, so who saves is named last
     assert named(place("save", "`saved.save(x)` (train.py:8)"), SLEEPS).startswith("rank 1 did not reach")
     assert "rank 0 on h saves in" in named(*[place("save", "`saved.save(x)` (train.py:8)")] * 2)
+    assert named(WAITS, {**place("ended", ""), "step": 5}).endswith("rank 1 on h has ended, after step 5.")
+    assert named(WAITS, {**place("save", "`saved.close()`"), "step": 5}).endswith("for 65 s, after step 5.")
     other = place("waits", "`step(y)` (train.py:11)")
     assert named(WAITS, WAITS, other).startswith(f"rank 2 did not reach {STEP}")
     assert "wait for each other at different lines" in named(WAITS, other)
@@ -67,7 +69,7 @@ def test_what_the_others_wait_in_is_named() -> None:
 
 
 def test_who_may_go_on() -> None:
-    compiles = place("compiles", STEP)
+    compiles = place("compiles", STEP, limit=3600.0)
     works = place("runs", "`plot(x)` (train.py:12)", still=0.1)
     for places in (
         [WAITS, compiles],
@@ -76,6 +78,9 @@ def test_who_may_go_on() -> None:
         [place("failed", ""), WAITS],  # its error is told
     ):
         assert judge(dict(enumerate(places)), 2, 60) == ("", False)
+    late = {**compiles, "still": 3601.0, "limit": 3600.0}
+    text, ends = judge({0: WAITS, 1: late}, 2, 60)
+    assert ends and "rank 1 on h compiles in `step(x)`" in text
     saves = place("save", "`saved.close()` (train.py:20)", still=1.0)  # its disk takes bytes
     for said, places in {
         "rank 0 on h is in `plot(x)`": [works, WAITS],
