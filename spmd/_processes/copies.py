@@ -5,13 +5,13 @@ from __future__ import annotations
 import collections
 import hashlib
 import socket
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from spmd._processes.agreement import everyone, gathered, ranks
 from spmd._trees.leaves import is_key
@@ -60,23 +60,45 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     return {path: checksum(x) for path, x in leaves.items()}
 
 
-def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
-    """Return what a jitted function says of the blocks of each device of this process."""
-    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+def _by_device(leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
+    """Return the checksum of each block that this process holds, and whether its numbers are finite, by device.
+
+    One program for all devices that hold blocks of one shape: a program for each would be compiled for each.
+    """
+    groups: dict[Any, dict[str, list[Any]]] = collections.defaultdict(dict)
     for path, x in leaves.items():
+        by_shape: dict[Any, list[Any]] = collections.defaultdict(list)
         for part in x.addressable_shards:
-            blocks[part.device][path] = part.data
-    found = []
-    for device, several in blocks.items():
-        with jax.set_mesh(Mesh([device], ("device",))):  # the mesh of the program around it has others
-            found.append(look(several))
-    return dict(zip(blocks, jax.device_get(found), strict=True))
+            by_shape[part.data.shape].append(part)
+        for parts in by_shape.values():
+            groups[tuple(part.device for part in parts)][path] = [_in_a_row(part) for part in parts]
+    found: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for devices, several in groups.items():
+        mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
+        rows = NamedSharding(mesh, PartitionSpec("device"))
+        whole = lambda blocks, rows=rows: jax.make_array_from_single_device_arrays(
+            (len(blocks) * blocks[0].shape[0], *blocks[0].shape[1:]), rows, blocks
+        )
+        with jax.set_mesh(mesh):  # the mesh of the program around it has others
+            sums = jax.device_get(_looked({path: whole(blocks) for path, blocks in several.items()}))
+        for path, both in sums.items():
+            for device, one in zip(devices, both.reshape(-1, 2), strict=True):
+                found[device][path] = one
+    return found
+
+
+def _in_a_row(part: Any) -> jax.Array:
+    """The block of a device, with a first dimension."""
+    block = jax.random.key_data(part.data) if is_key(part.data) else part.data
+    return block if block.ndim else jax.device_put(np.asarray(block)[None], part.device)
 
 
 @jax.jit
 def _looked(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
     """The checksum of each block, and whether all of its numbers are finite."""
-    return {path: jnp.stack([checksum(x), jnp.uint32(_finite(x))]) for path, x in blocks.items()}
+    each = lambda x: jnp.stack([checksum(x), jnp.uint32(_finite(x))])
+    where = PartitionSpec("device")
+    return cast(Any, jax.shard_map(lambda all_: jax.tree.map(each, all_), in_specs=where, out_specs=where)(blocks))
 
 
 def _finite(x: jax.Array) -> Any:
@@ -95,7 +117,7 @@ class Look:
     def __init__(self, leaves: Mapping[str, jax.Array]) -> None:
         self._leaves = leaves
         most = max(collections.Counter(one.process_index for one in jax.devices()).values())
-        seen, fine = by_device(_looked, leaves), (0, 1)
+        seen, fine = _by_device(leaves), (0, 1)
         mine = [[one.id, *(n for p in leaves for n in seen.get(one, {}).get(p, fine))] for one in jax.local_devices()]
         whole = gathered(np.array([*mine, *mine[:1] * (most - len(mine))], np.uint32))
         rows = whole.reshape(-1, 1 + 2 * len(leaves))

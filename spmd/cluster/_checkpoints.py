@@ -58,7 +58,7 @@ class Lease:
     """
 
     def __init__(self, folder: Any) -> None:
-        self._file = folder / "lease.json"
+        self._file, self._reached = folder / "lease.json", folder / "reached.json"
         self._heard: tuple[Any, float] = (None, 0.0)  # the last word of another holder, and when we first heard it
         self.held = False  # whether this object has taken it
         self._ended = threading.Event()
@@ -117,6 +117,13 @@ class Lease:
             with contextlib.suppress(OSError):  # a disk that does not answer for a while
                 if self.holder() is None:
                     self._say()
+                    self._reached.write_text(json.dumps(recorder.step))
+
+    def reached(self) -> int:
+        """The step that who held it last had reached."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return int(json.loads(self._reached.read_text()))
+        return 0
 
     def _say(self) -> None:
         """Say that this process holds it: by the time of the file, on a disk that is full too."""
@@ -338,12 +345,15 @@ class Checkpoints:
         self.wait()
         wanted = init.abstract(*args)
         self._steps, failures = None, []
+        reached = 0
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 self._lease.holder()  # who is silent from here to the first save has ended
+            reached = self._lease.reached()
         for step in sorted(self._known(), reverse=True):
             try:
                 found = Restored(self._read(step, wanted, data, cast), step)
+                recorder.repeated = max(everyone(reached)[0] - step, 0)
                 self._damaged.discard(step)
                 return found
             except _Damaged as damage:

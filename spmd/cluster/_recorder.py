@@ -56,6 +56,9 @@ class _Recorder:
         self.step, self.began = -1, 0.0
         self.doing = ""
         self.programs, self.compiled = 0, 0.0  # that were compiled, and in how many seconds
+        self.born, self.start = time.monotonic(), -1.0  # when this was loaded; seconds from there to the first step
+        self.spent: collections.Counter[str] = collections.Counter()  # seconds by what it was inside
+        self.repeated = 0  # steps that a run before had done, and had not saved
         self.remote = False  # whether it saves where nobody here sees how many bytes arrive
         self.code = 0  # with which this process ends, if that is decided
         self.end, self.why = "", ""  # "ended", and by what; or "failed": JAX's error may come of another one's end
@@ -74,26 +77,49 @@ class _Recorder:
         if 0 <= self.step < step:
             self.steps.append((now - self.began) / (step - self.step))
         self.step, self.began = step, now
-        self.laps += 1
+        self._lap()
 
     def read(self, seconds: float) -> None:
         """A batch was read."""
         self.reads.append(seconds)
+        self._lap()
+
+    def _lap(self) -> None:
+        if self.start < 0:
+            self.start = self._rest()
         self.laps += 1
+
+    def _rest(self) -> float:
+        """The seconds in none of those that are counted apart."""
+        return time.monotonic() - self.born - self.compiled - sum(self.spent.values())
+
+    def goodput(self) -> dict[str, float]:
+        """Where the seconds of this process went."""
+        start = self.start if self.start >= 0 else self._rest()
+        apart = {"start": start, "compile": self.compiled, **{name: self.spent[name] for name in ("data", *STORING)}}
+        again = self.repeated * float(np.median(self.steps or [0.0]))
+        steps = max(self._rest() - start - again, 0.0)
+        whole = sum(apart.values()) + again + steps
+        return {"seconds": whole, "steps": steps, **apart, "again": again, "steps again": self.repeated}
 
     def hear(self, event: str, seconds: float, **_: Any) -> None:
         """JAX says what took how long."""
-        if event.startswith("/jax/core/compile"):
+        if event.endswith(
+            ("backend_compile_duration", "jaxpr_to_mlir_module_duration")
+        ):  # others lie within each other
             self.programs, self.compiled = self.programs + 1, self.compiled + seconds
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
         """Inside a call that may take long: "data", "save" or "restore"."""
         before, self.doing = self.doing, what
+        since, compiled = time.monotonic(), self.compiled
         try:
             yield
         finally:
             self.doing = before
+            if not before:
+                self.spent[what] += time.monotonic() - since - (self.compiled - compiled)
 
 
 recorder = _Recorder()
@@ -128,7 +154,36 @@ def stragglers() -> str:
         least = f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time"
         told.append((f"{least}, half of all {usual:.0%} or more",))
     head = ("rank", "host", "step p50", "p95", "batch p50", "p95", "waits")
-    return Table(told, head, right=(2, 3, 4, 5, 6)).text()
+    return f"{Table(told, head, right=(2, 3, 4, 5, 6)).text()}\n{_where_time_went()}"
+
+
+def goodput() -> dict[str, float]:
+    """Return where the seconds of this process went, since `spmd` was loaded.
+
+    They add up to `seconds`: `start` until the first step that `stopping` or `batches` sees, `compile`, waiting for
+    `data`, `save`, `restore`, steps that a run before had done and not saved (`again`), and new `steps`. `steps again`
+    is how many of them there were at least: what a run has reached is noted every five seconds. Process 0 of several
+    prints them as one line at the end.
+
+    No communication.
+
+    Returns:
+      A dict of numbers, as JSON takes it.
+
+    Example:
+      >>> import spmd
+      >>> sorted(spmd.cluster.goodput())
+      ['again', 'compile', 'data', 'restore', 'save', 'seconds', 'start', 'steps', 'steps again']
+    """
+    return recorder.goodput()
+
+
+def _where_time_went() -> str:
+    found = recorder.goodput()
+    seconds, count = found.pop("seconds"), found.pop("steps again")
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in found.items() if name not in ("steps", "again"))
+    again = f", {count:.0f} steps again {found['again']:.1f} s" if count else ""
+    return f"goodput: {found['steps'] / max(seconds, 1e-9):.0%} of {seconds:.1f} s in new steps; {parts}{again}"
 
 
 def leave(end: str = "ended", why: str = "", seconds: float | None = None) -> None:
@@ -137,6 +192,8 @@ def leave(end: str = "ended", why: str = "", seconds: float | None = None) -> No
     listens until the others have, for where one hangs, all end with one code."""
     if not recorder.end:
         recorder.end, recorder.why = end, why
+        if recorder.laps >= _LAPS and jax.process_index() == 0:
+            print(_where_time_went(), file=sys.stderr, flush=True)
         recorder.told.set()
         if recorder.listener is not None:
             recorder.listener.join(seconds)

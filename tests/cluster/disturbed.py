@@ -202,6 +202,7 @@ def main(kind: str = "none", who: str = "1", when: str = "4", steps: str = "12")
         batch = next(data)
         bad = np.nan if here and kind == "nan" else 1.0
         state, loss = train_step(state, batch, bad)
+        time.sleep(float(os.environ.get("BUSY", "0")))
         number = float(loss.addressable_shards[0].data)
         step += 1
         if rank == 0:

@@ -4,6 +4,7 @@ import json
 import re
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,6 +171,43 @@ def test_a_warm_step_costs_less_than_50_microseconds() -> None:
             pass
         times.append(time.perf_counter() - since)
     assert statistics.median(times) < 50e-6
+
+
+def test_seconds_add_up() -> None:
+    one = _Recorder()
+    with one.inside("restore"):
+        time.sleep(0.02)
+    one.hear("/jax/core/compile/backend_compile_duration", 0.01)
+    one.hear("/jax/core/compile/jaxpr_trace_duration", 5.0)  # within others
+    time.sleep(0.03)
+    for step in range(4):
+        one.at(step)
+        with one.inside("data"):
+            time.sleep(0.01)
+        with one.inside("save"), one.inside("data"):
+            pass
+        time.sleep(0.02)
+    one.repeated = 1
+    found = one.goodput()
+    parts = [found[name] for name in ("start", "compile", "data", "save", "restore", "again", "steps")]
+    assert abs(sum(parts) - found["seconds"]) < 1e-6 and abs(found["seconds"] - (time.monotonic() - one.born)) < 1.0
+    assert found["restore"] >= 0.02 and found["compile"] == 0.01 and found["data"] >= 0.04 and found["start"] > 0.01
+    assert found["again"] >= 0.03 and found["steps again"] == 1 and found["steps"] >= 0.04
+    assert json.loads(json.dumps(found)) == found
+
+
+@rare
+def test_what_is_done_again_is_counted(tmp_path: Path) -> None:
+    """A run is killed between two saves: the next one says how many steps it does again."""
+    told = {"FOLDER": str(tmp_path / "run"), "EVERY": "30", "PATIENCE": "3", "BUSY": "0.3"}
+    joined([[DISTURBED, "kill", "1", "52", "70"]] * 2, [told] * 2)
+    found = joined([[DISTURBED, "none", "1", "0", "70"]] * 2, [told] * 2)
+    assert [one.code for one in found] == [0, 0], found
+    [(share, again)] = re.findall(
+        r"^goodput: (\d+)% of .* s in new steps; start .*, (\d+) steps again", found[0].err, re.M
+    )
+    assert 0 < int(share) < 100 and 5 <= int(again) <= 22
+    assert "goodput:" not in found[1].err
 
 
 @rare
