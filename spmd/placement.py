@@ -84,11 +84,6 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     )
 
 
-def _paths(tree: Any) -> list[str]:
-    """Return what messages call the leaves: `tree['w']`."""
-    return [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-
-
 def _check_outside(name: str, call: str) -> None:
     if try_frame() is not None:
         advice = "call it before the kernel, and pass the result"

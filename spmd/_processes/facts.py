@@ -51,7 +51,7 @@ def note_program(name: str, jaxpr: Any, mesh: Any) -> None:
 def note_arguments(name: str, values: Iterable[tuple[str, Any]], mesh: Any) -> None:
     """Note the arguments of a call, and the settings of JAX, to be compared."""
     if _on[0] and takes_part(mesh):
-        found = {path: fingerprint(_sample(x)) for path, x in values if is_local(x)}
+        found: dict[str, Any] = {path: fingerprint(_sample(x)) for path, x in values if is_local(x)}
         found["settings"] = {one: str(getattr(jax.config, one, None)) for one in _SETTINGS}
         _note(name, lambda: found)
 

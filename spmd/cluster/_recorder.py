@@ -57,7 +57,7 @@ class _Recorder:
         self.doing = ""
         self.programs, self.compiled = 0, 0.0  # that were compiled, and in how many seconds
         self.born, self.start = time.monotonic(), -1.0  # when this was loaded; seconds from there to the first step
-        self.spent: collections.Counter[str] = collections.Counter()  # seconds by what it was inside
+        self.spent: dict[str, float] = collections.defaultdict(float)  # seconds by what it was inside
         self.repeated = 0  # steps that a run before had done, and had not saved
         self.remote = False  # whether it saves where nobody here sees how many bytes arrive
         self.code = 0  # with which this process ends, if that is decided
@@ -102,12 +102,12 @@ class _Recorder:
         whole = sum(apart.values()) + again + steps
         return {"seconds": whole, "steps": steps, **apart, "again": again, "steps again": self.repeated}
 
-    def hear(self, event: str, seconds: float, **_: Any) -> None:
+    def hear(self, event: str, duration_secs: float, **_: str | int) -> None:
         """JAX says what took how long."""
         if event.endswith(
             ("backend_compile_duration", "jaxpr_to_mlir_module_duration")
         ):  # others lie within each other
-            self.programs, self.compiled = self.programs + 1, self.compiled + seconds
+            self.programs, self.compiled = self.programs + 1, self.compiled + duration_secs
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -148,7 +148,8 @@ def _awaits(frame: FrameType, text: str) -> bool:
     """Return whether an expression names an array that no device has computed yet."""
     try:
         named = (_named(frame, node) for node in ast.walk(ast.parse(text.strip(), mode="eval")))
-        return any(isinstance(x, jax.Array) and not x.is_deleted() and not x.is_ready() for x in named)
+        arrays = [cast(Any, x) for x in named if isinstance(x, jax.Array)]
+        return any(not x.is_deleted() and not x.is_ready() for x in arrays)
     except (SyntaxError, ValueError):
         return False
 
@@ -162,7 +163,7 @@ def _function(text: str) -> ast.expr | None:
     return call.func if isinstance(call, ast.Call) else None
 
 
-def _named(frame: FrameType, node: ast.expr | None) -> Any:
+def _named(frame: FrameType, node: ast.AST | None) -> Any:
     """Return what a name or an attribute stands for in a frame; None for anything else."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
