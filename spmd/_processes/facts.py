@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -60,7 +61,8 @@ def noted() -> Iterable[tuple[str, str, Mapping[str, Any]]]:
     """Take what is noted: a name, what tells it from others of that name, and the facts."""
     while _noted:
         name, which, facts = _noted.popleft()
-        yield name, which, facts()
+        with contextlib.suppress(Exception):  # an array may be gone meanwhile; then this process says nothing of it
+            yield name, which, facts()
 
 
 def _note(name: str, facts: Callable[[], Mapping[str, Any]], types: str = "") -> None:
@@ -70,13 +72,16 @@ def _note(name: str, facts: Callable[[], Mapping[str, Any]], types: str = "") ->
 
 
 def _digest(jaxpr: Any) -> str:
-    """A hash of the words of a jaxpr and of its constants: sets are written in any order, functions with addresses."""
-    words = sorted(_WORD.findall(_ADDRESS.sub("", str(jaxpr))))
+    """A hash of the words of a jaxpr and of its constants: sets are written in any order, functions with addresses, and
+    files with the folder of this host."""
+    words = sorted(word for word in _WORD.findall(_ADDRESS.sub("", str(jaxpr))) if ".py" not in word)
     words += [fingerprint(_sample(x)) for x in getattr(jaxpr, "consts", ()) if is_local(x)]
     return f"#{hashlib.sha256(' '.join(words).encode()).hexdigest()[:16]}"
 
 
 def _sample(x: Any) -> Any:
-    """An array, or equally many of its elements, if it has very many."""
+    """An array; of very many elements, equally many of those of the host, and none of those of devices."""
     size = np.size(x)
-    return x if size <= _SAMPLE else np.asarray(x).reshape(-1)[:: size // _SAMPLE]
+    if size <= _SAMPLE:
+        return x
+    return 0 if isinstance(x, jax.Array) else np.asarray(x).reshape(-1)[:: size // _SAMPLE]

@@ -294,7 +294,7 @@ class Watch:
     @property
     def _limit(self) -> float:
         """After how many seconds without progress the others are asked."""
-        return self.patience + self._longest if recorder.laps >= _LAPS else _SEVERAL * self.patience
+        return (1 if recorder.laps >= _LAPS else _SEVERAL) * self.patience + self._longest
 
     def _compare(self) -> str:
         """Say what has to be equal in all processes, and return what is not."""
@@ -336,7 +336,9 @@ class Watch:
             self._programs, self._turns = recorder.programs, 0
         self._turns += arrays != self._arrays
         if (recorder.laps, arrays) != (self._laps, self._arrays) or compiles:
-            if recorder.laps > _LAPS and not compiles:
+            if self._laps < _LAPS <= recorder.laps:  # what was long before was no step
+                self._longest = 0.0
+            elif not compiles and (recorder.laps > _LAPS or (recorder.laps < _LAPS and self._turns > 1)):
                 self._longest = max(self._longest, now - self._progress)
             self._laps, self._arrays, self._progress = recorder.laps, arrays, now
         return stack
@@ -405,7 +407,8 @@ class Watch:
             self._call("key_value_set", verdict, told, allow_overwrite=True)
             if text and not ends:
                 longest = min(one["limit"] for one in places.values())
-                print(f"{text} If nothing goes on, it ends after {longest:g} s.", file=sys.stderr, flush=True)
+                later = f" If nothing goes on, it ends after {longest:.0f} s." * _goes_round(places)
+                print(f"{text}{later}", file=sys.stderr, flush=True)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has stopped meanwhile: then by oneself
                 told = self._call("blocking_key_value_get", verdict, int(2000 * GATHER))
@@ -433,7 +436,7 @@ class Watch:
             readers = [one.ident for one in threading.enumerate() if one.name.startswith("batches_")]
             inside = next((found for one in readers if (found := Stack(one).place())), "")
             where = ", ".join(dict.fromkeys(one for one in (where, inside) if one))
-        loop = recorder.laps >= _LAPS or self._turns >= _LAPS
+        loop = recorder.laps >= _LAPS or (kind == "waits" and self._turns >= _LAPS)
         usual = _PATIENT * self.patience if loop else self._limits["start"]
         return {
             "kind": kind,
@@ -441,7 +444,7 @@ class Watch:
             "where": recorder.why if recorder.end == "ended" else where,
             "step": recorder.step,
             "loop": loop,
-            "limit": self._limits.get(kind.removesuffix("s"), usual),
+            "limit": self._limits.get(kind.removesuffix("s"), usual) + self._longest,
             "idle": now - self._progress,
             "still": now - self._still,
             "rests": now - self._worked,
@@ -518,8 +521,14 @@ def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) 
     if waits:
         return _all_wait(waits, places), patient or rest
     if of and all(kind == "runs" and places[rank]["still"] > _SEVERAL * patience for rank, kind in of.items()):
-        return _all_wait(set(of), places), patient and rest
+        return _all_wait(set(of), places), patient and rest and _goes_round(places)
     return "", False
+
+
+def _goes_round(places: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether somebody waits for another, or all have said that they are in a loop: a server that nobody asks,
+    or a prompt, waits for ever."""
+    return all(one["loop"] for one in places.values()) or any(one["kind"] != "runs" for one in places.values())
 
 
 def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:

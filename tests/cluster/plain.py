@@ -1,8 +1,8 @@
 """A loop that calls neither `stopping` nor `batches`: `tests/cluster/plain.py CALL WHERE KIND`.
 
 CALL is what a turn calls: `kernel`, `jit` or `table`, a function that no name holds. In turn 8, or before the loop, or
-after it, as WHERE says, the last process sleeps (KIND `sleep`), or all of them do (`all`). With KIND `works` each turn
-takes long, and nothing is wrong.
+after it, as WHERE says, the last process sleeps (KIND `sleep`), or all of them do for a while (`all`). With KIND `works` each
+turn takes long, and nothing is wrong.
 """
 
 import os
@@ -21,7 +21,7 @@ def happens(kind: str) -> None:
     """Say when it happens, in those in which it does."""
     if kind == "all" or (kind == "sleep" and jax.process_index() == jax.process_count() - 1):
         print("fault", time.time(), flush=True)
-        time.sleep(1000)
+        time.sleep(1000 if kind == "sleep" else 6 * PATIENCE)
 
 
 def main(call: str, where: str, kind: str) -> None:
