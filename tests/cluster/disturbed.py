@@ -97,18 +97,30 @@ def close_network() -> None:
             one.shutdown(socket.SHUT_RDWR)
 
 
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
 def own_mounts() -> None:
     """From now on this process alone sees the disks that it mounts; before it has threads."""
-    libc = ctypes.CDLL(None, use_errno=True)
     alone, private = 0x20000, 0x44000
-    assert libc.unshare(alone) == 0 and libc.mount(b"none", b"/", None, private, None) == 0, ctypes.get_errno()
+    if LIBC.unshare(alone) == 0:
+        LIBC.mount(b"none", b"/", None, private, None)
 
 
 def silent_disk(folder: str) -> None:
-    """From now on a disk lies over a folder that answers no call: a file system of which nobody serves the requests."""
-    there = os.open("/dev/fuse", os.O_RDWR)
-    how = f"fd={there},rootmode=40000,user_id=0,group_id=0".encode()
-    assert ctypes.CDLL(None, use_errno=True).mount(b"silent", folder.encode(), b"fuse", 0, how) == 0, ctypes.get_errno()
+    """From now on a disk lies over a folder that answers no call: a file system of which nobody serves the requests.
+    A user who may not mount one has calls that do not return."""
+    with contextlib.suppress(OSError):
+        there = os.open("/dev/fuse", os.O_RDWR)
+        how = f"fd={there},rootmode=40000,user_id=0,group_id=0".encode()
+        if "NO_MOUNT" not in os.environ and LIBC.mount(b"silent", folder.encode(), b"fuse", 0, how) == 0:
+            return
+    import tensorstore
+
+    blocks = lambda *_, **__: os.read(os.pipe()[0], 1)
+    if not folder.endswith("/steps"):
+        mock.patch("tempfile.TemporaryFile", blocks).start()
+    mock.patch.object(tensorstore, "open", blocks).start()
 
 
 def full_disk() -> None:
