@@ -539,6 +539,10 @@ def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
     groups = sorted(by_line.values(), key=len)
     if len(groups) > 1 and len(groups[0]) < len(groups[-1]):
         return _told([rank for group in groups[:-1] for rank in group], places)
+    last = max(one["step"] for one in places.values())
+    left = [rank for rank in sorted(waits) if 0 <= places[rank]["step"] < last]  # their loop, and wait after it
+    if len(groups) > 1 and left:
+        return _told(left, places)
     told = "; ".join(f"{ranks(group)} in {line}{_sent(places, line, ',')}" for line, group in by_line.items())
     head = _head(one["step"] for one in places.values())
     if len(groups) > 1:

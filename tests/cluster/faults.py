@@ -79,7 +79,7 @@ FAULTS = [
     Fault("writer", "the same, while a thread writes", "rank {who} on \\S+ saves in `saved.\\w+("),
     Fault("silent", "the same, of process 0", "rank {who} on \\S+ saves in `saved.save(", who=0),
     Fault("branch", "one process takes another branch", "wait for each other at different lines"),
-    Fault("fewer", "one process does fewer steps, and saves", "rank {who} on \\S+ saves in .*, after step 4"),
+    Fault("fewer", "one process does fewer steps, and saves", "rank {who} on \\S+ .*`saved.save(.*, after step 4"),
     Fault("less", "the same, and ends", "rank {who} on \\S+ has ended, after step 4"),
     Fault("exit", "`sys.exit` in one process", "rank {who} on \\S+ has ended"),
     Fault("stop", "a whole process stands still (SIGSTOP), or its host is gone", GONE, "p / 2 + 10"),

@@ -52,6 +52,10 @@ def test_who_is_named() -> None:
     other = place("waits", "`step(y)` (train.py:11)")
     assert named(WAITS, WAITS, other).startswith(f"rank 2 did not reach {STEP}")
     assert "wait for each other at different lines" in named(WAITS, other)
+    earlier = {**other, "step": 5}  # it has left the loop
+    assert named(WAITS, earlier).startswith(f"rank 1 did not reach {STEP}") and ", after step 5." in named(
+        WAITS, earlier
+    )
 
 
 def test_what_the_others_wait_in_is_named() -> None:
