@@ -251,7 +251,7 @@ class Watch:
         self._used, self._looked, self._worked = 0.0, 0.0, time.monotonic()
         self._tick = min(max(1.0, self.count / 500), self.patience / 20)
         self._main = threading.main_thread().ident
-        self._progress = self._still = self._quiet = self._beat = time.monotonic()
+        self._progress = self._still = self._quiet = self._again = self._beat = time.monotonic()
         self._longest, self._laps, self._mark, self._bytes = 0.0, 0, None, 0
         self._arrays = self._programs = self._turns = 0
         self._round, self._beats = 0, 0
@@ -278,7 +278,7 @@ class Watch:
     def _watch(self) -> None:
         self._look()
         now = time.monotonic()
-        late = now > max(self._progress + self._limit, self._quiet)
+        late = now > max(self._progress + self._limit, self._quiet, self._again)
         different = self._compare()
         if different or self._silent() or late or self._said("places"):
             self._settle(different)
@@ -345,8 +345,10 @@ class Watch:
 
     def _disk_moves(self) -> bool:
         """Return whether a process that saves or restores has read or written since the last look."""
-        if recorder.doing not in STORING or recorder.remote:
-            return recorder.remote
+        if recorder.doing not in STORING:
+            return False
+        if recorder.remote:
+            return True
         try:
             lines = Path("/proc/self/io").read_text().splitlines()
         except OSError:
@@ -416,7 +418,8 @@ class Watch:
         self._round += 1
         now = time.monotonic()
         again, last = now + max(self.patience, now - self._progress), self._progress + place["limit"] + self._tick
-        self._quiet = min(again, last) if last > now else again
+        self._again = min(again, last) if last > now else again  # a start is told of less and less often
+        self._quiet = now + self.patience
         if ends:
             self._end(text)
 

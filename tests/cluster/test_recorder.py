@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import spmd
-from spmd.cluster._recorder import HUNG, _Recorder, judge, recorder
+from spmd.cluster._recorder import HUNG, STORING, Watch, _Recorder, judge, recorder
 from tests.cluster.harness import end, exhaustive, join, joined
 from tests.sampler import rare, share
 
@@ -136,6 +136,21 @@ def test_of_those_who_save_the_one_whose_disk_does_not_answer_is_named() -> None
         text, ends = judge(dict(enumerate(places)), len(places), 60)
         assert ends and text.startswith("the run stands still at step 7: rank 0 on h saves in `saved.close()`"), text
         assert not judge({0: {**stuck, "still": 10.0}, **dict(enumerate(places[1:], 1))}, len(places), 60)[1]
+
+
+def test_a_disk_that_takes_bytes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = object.__new__(Watch)
+    watch._bytes = 0
+    moves = lambda: [watch._disk_moves() for _ in range(2)][-1]
+    for remote in (False, True):
+        monkeypatch.setattr(recorder, "remote", remote)
+        monkeypatch.setattr(recorder, "doing", "data")
+        assert not moves()
+        for doing in STORING:
+            monkeypatch.setattr(recorder, "doing", doing)
+            assert moves() is remote  # of a bucket nobody here knows
+            (tmp_path / "file").write_bytes(bytes(2**20))
+            assert watch._disk_moves()
 
 
 PLAIN = "tests/cluster/plain.py"
