@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._processes.copies import check_parts, check_replicas, compared, put, takes_part
+from spmd._processes.copies import put
+from spmd._processes.facts import note_arguments
 from spmd._python.named import ByName
 from spmd._python.recent import Recent
 from spmd._trees.leaves import Static, check_hashable, is_array, is_number, kind_of, unwrapped, wrapped
@@ -76,19 +77,11 @@ def shard(tree: T, layouts: Any, *, mesh: Any = None, mapping: Any = None) -> T:
     mesh = mesh_for(mesh, leaves, call)
     placed = placements(tree, layouts, mesh, mapping, call)
     one = ambient_mode()[0] == "reference"
-    if compared(mesh) and not one:
-        named = zip(_paths(tree), leaves, placed, strict=True)
-        check_replicas([(path, x) for path, x, sharding in named if sharding is not None], mesh, call)
     place = lambda x, where: _on_one(x, mesh) if one else _place(x, where)
     pairs = zip(leaves, placed, strict=True)
     return jax.tree.unflatten(
         structure, [x if p is None else place(jnp.asarray(x) if is_number(x) else x, p) for x, p in pairs]
     )
-
-
-def _paths(tree: Any) -> list[str]:
-    """Return what messages call the leaves: `tree['w']`."""
-    return [f"tree{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
 
 
 def _check_outside(name: str, call: str) -> None:
@@ -262,8 +255,7 @@ class Init(ByName, Generic[Words, R]):
             made = jax.tree.leaves(_arrays_only(self._whole, shardings)(*args, **kwargs))
             return _filled(tree, shardings, made, _place)
         run = self._compiled(tree, mesh, shardings)
-        if compared(mesh):
-            check_replicas(named_arguments(args, kwargs), mesh, self._text)
+        note_arguments(self._text, named_arguments(args, kwargs), mesh)
         # a key that lives on one device of another mesh must not decide where parameters are created
         args, kwargs = jax.tree.map(lambda x: _everywhere(x, mesh), (args, kwargs))
         return _filled(tree, shardings, jax.tree.leaves(run(*args, **kwargs)))
@@ -383,23 +375,19 @@ def init(fn: Callable[Words, R], layouts: Any, *, mesh: Any = None, mapping: Any
     return Init(fn, layouts, mesh, mapping)
 
 
-def from_process_local(
-    tree: T, layouts: Any, *, shape: Any = None, check: bool = False, mesh: Any = None, mapping: Any = None
-) -> T:
+def from_process_local(tree: T, layouts: Any, *, shape: Any = None, mesh: Any = None, mapping: Any = None) -> T:
     """Make global arrays of the rows that each process has read: `from_process_local(batch, "b/dp s")`.
 
     Every process gives its own part, in the order of its devices in the mesh. A single process gives the whole.
 
-    Communication: none between devices, except with `check`: an all-gather of the shapes, and one of 4 bytes for
-    each array and device. Each process sends its own part from the host to its devices.
+    Communication: none between devices. Each process sends its own part from the host to its devices. Blocks that
+    several processes hold copies of are compared by `cluster.guard`.
 
     Args:
       tree: A NumPy array or a pytree of them, this process's part.
       layouts: A prefix tree of layouts for the global arrays.
       shape: The shape of the global array, or a tree of shapes. With it each part is checked. Without it JAX takes the
         global shape from the part, and processes whose parts have different sizes do not notice.
-      check: Whether to compare, over all processes, the shapes of the parts, and the blocks that several processes hold
-        copies of. `cluster.initialize(check=True)` asks for it everywhere.
       mesh: The mesh. By default it is that of `jax.set_mesh`.
       mapping: Rules for bare names. By default they are those of the surrounding `axis_mapping`.
 
@@ -407,8 +395,7 @@ def from_process_local(
       The tree of global arrays.
 
     Raises:
-      PlacementError: If an array is already a distributed one; or, with `check`, processes have given other shapes or
-        other copies.
+      PlacementError: If an array is already a distributed one.
       SizeError: If dimensions do not divide, or a part is not what this process's devices hold of `shape`.
 
     Example:
@@ -442,8 +429,6 @@ def from_process_local(
     found = placements(jax.tree.unflatten(structure, known), layouts, mesh, mapping, call, parts=parts)
     _check_parts(leaves, found, wholes, call)
     made = [x if s is None else make(x, s, whole) for x, s, whole in zip(leaves, found, wholes, strict=True)]
-    if not one and ((check and takes_part(mesh)) or compared(mesh)):
-        check_parts([(path, x) for path, x, s in zip(_paths(tree), made, found, strict=True) if s], call)
     return jax.tree.unflatten(structure, made)
 
 

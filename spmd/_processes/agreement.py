@@ -31,9 +31,13 @@ def disagreements(facts: Mapping[str, Any]) -> list[str]:
     text = json.dumps(facts, sort_keys=True, default=str).encode()
     if _alike(text):
         return []
-    all_facts = [json.loads(one) for one in _gather(text)]
-    names = list(dict.fromkeys(name for one in all_facts for name in one))
-    lines = [_difference(name, [one.get(name) for one in all_facts]) for name in names]
+    return differences(dict(enumerate(map(json.loads, _gather(text)))))
+
+
+def differences(facts: Mapping[int, Mapping[str, Any]]) -> list[str]:
+    """Return what differs of the facts of some ranks, one line for each fact."""
+    names = list(dict.fromkeys(name for one in facts.values() for name in one))
+    lines = [_difference(name, {rank: one.get(name) for rank, one in facts.items()}) for name in names]
     return [line for line in lines if line]
 
 
@@ -124,11 +128,12 @@ def _gather(payload: bytes) -> list[bytes]:
     return [row[:n].tobytes() for row, n in zip(gathered(padded), lengths, strict=True)]
 
 
-def _difference(name: str, values: Sequence[Any]) -> str:
+def _difference(name: str, by_rank: Mapping[int, Any]) -> str:
     """Return what the processes have of one fact; of a dict, which of its entries differ."""
+    values = [*by_rank.values()]
     if all(isinstance(value, dict) for value in values) and any(value != values[0] for value in values):
-        return _entries(name, values)
-    return _held(name, dict(enumerate(values)))
+        return _entries(name, by_rank)
+    return _held(name, by_rank)
 
 
 def _held(name: str, by_rank: Mapping[int, Any]) -> str:
@@ -142,14 +147,14 @@ def _held(name: str, by_rank: Mapping[int, Any]) -> str:
     return f"{name}: " + "; ".join(f"{ranks(who)}: {_short(text)}" for text, who in fewest)
 
 
-def _entries(name: str, values: Sequence[dict[str, Any]]) -> str:
+def _entries(name: str, by_rank: Mapping[int, dict[str, Any]]) -> str:
     """Return which entries of a dict differ, and who has the rarer value."""
-    keys = sorted({key for one in values for key in one})
+    keys = sorted({key for one in by_rank.values() for key in one})
     found = []
     for key in keys:
-        column = [json.dumps(one.get(key), sort_keys=True) for one in values]
-        common = collections.Counter(column).most_common(1)[0][0]
-        if odd := [rank for rank, text in enumerate(column) if text != common]:
+        column = {rank: json.dumps(one.get(key), sort_keys=True) for rank, one in by_rank.items()}
+        common = collections.Counter(column.values()).most_common(1)[0][0]
+        if odd := [rank for rank, text in column.items() if text != common]:
             found.append(f"{key} ({ranks(odd)})")
     return f"{name}: {', '.join(found[:8])}{', ...' * (len(found) > 8)} differ from the other processes'"
 

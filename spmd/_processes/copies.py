@@ -5,17 +5,16 @@ from __future__ import annotations
 import collections
 import hashlib
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from spmd._processes.agreement import disagreements, everyone, gathered
+from spmd._processes.agreement import everyone, gathered, ranks
 from spmd._trees.leaves import is_key
-from spmd.errors import PlacementError
 from spmd.mesh import outside_trace, processes_of
 
 # A checksum is a sum of 32 bits over all elements, each mixed with its position. So it does not depend on how they are
@@ -61,37 +60,90 @@ def checksums(leaves: Mapping[str, jax.Array]) -> dict[str, Any]:
     return {path: checksum(x) for path, x in leaves.items()}
 
 
-def by_device(look: Callable[[Any], Any], leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
-    """Return what a jitted function says of the blocks of each device of this process."""
-    blocks: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
-    for path, x in leaves.items():
-        for part in x.addressable_shards:
-            blocks[part.device][path] = part.data
-    found = []
-    for device, several in blocks.items():
-        with jax.set_mesh(Mesh([device], ("device",))):  # the mesh of the program around it has others
-            found.append(look(several))
-    return dict(zip(blocks, jax.device_get(found), strict=True))
+def _by_device(leaves: Mapping[str, jax.Array]) -> dict[Any, dict[str, Any]]:
+    """Return the checksum of each block that this process holds, and whether its numbers are finite, by device.
 
-
-def different_copies(leaves: Mapping[str, jax.Array]) -> list[str]:
-    """The blocks of which devices hold copies that differ in a bit, and on which of them; the same in all processes.
-
-    Communication: an all-gather of 4 bytes for each array and device.
+    One program for all devices that hold blocks of one shape: a program for each would be compiled for each.
     """
-    most = max(collections.Counter(one.process_index for one in jax.devices()).values())
-    sums = by_device(checksums, leaves)
-    mine = [[one.id, *(sums.get(one, {}).get(path, 0) for path in leaves)] for one in jax.local_devices()]
-    whole = gathered(np.array([*mine, *mine[:1] * (most - len(mine))], np.uint32))
-    row_of = {int(row[0]): row[1:] for row in whole.reshape(-1, 1 + len(leaves))}
-    found: list[tuple[str, dict[Any, int]]] = []
-    for leaf, (path, x) in enumerate(leaves.items()):
-        copies: dict[str, dict[Any, int]] = collections.defaultdict(dict)
-        for device, where in x.sharding.devices_indices_map(x.shape).items():
-            copies[path + block_text(where, x.shape)][device] = int(row_of[device.id][leaf])
-        found += [(block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
-    hosts = everyone(socket.gethostname()) if found else []
-    return [_odd(*one, hosts) for one in found]
+    groups: dict[Any, dict[str, list[Any]]] = collections.defaultdict(dict)
+    for path, x in leaves.items():
+        by_shape: dict[Any, list[Any]] = collections.defaultdict(list)
+        for part in x.addressable_shards:
+            by_shape[part.data.shape].append(part)
+        for parts in by_shape.values():
+            groups[tuple(part.device for part in parts)][path] = [_in_a_row(part) for part in parts]
+    found: dict[Any, dict[str, Any]] = collections.defaultdict(dict)
+    for devices, several in groups.items():
+        mesh = Mesh(np.array(devices), ("device",), axis_types=(AxisType.Auto,))
+        rows = NamedSharding(mesh, PartitionSpec("device"))
+        whole = lambda blocks, rows=rows: jax.make_array_from_single_device_arrays(
+            (len(blocks) * blocks[0].shape[0], *blocks[0].shape[1:]), rows, blocks
+        )
+        with jax.set_mesh(mesh):  # the mesh of the program around it has others
+            sums = jax.device_get(_looked({path: whole(blocks) for path, blocks in several.items()}))
+        for path, both in sums.items():
+            for device, one in zip(devices, both.reshape(-1, 2), strict=True):
+                found[device][path] = one
+    return found
+
+
+def _in_a_row(part: Any) -> jax.Array:
+    """The block of a device, with a first dimension."""
+    block = jax.random.key_data(part.data) if is_key(part.data) else part.data
+    return block if block.ndim else jax.device_put(np.asarray(block)[None], part.device)
+
+
+@jax.jit
+def _looked(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
+    """The checksum of each block, and whether all of its numbers are finite."""
+    each = lambda x: jnp.stack([checksum(x), jnp.uint32(_finite(x))])
+    where = PartitionSpec("device")
+    return cast(Any, jax.shard_map(lambda all_: jax.tree.map(each, all_), in_specs=where, out_specs=where)(blocks))
+
+
+def _finite(x: jax.Array) -> Any:
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return True
+    narrow = jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
+    return jnp.isfinite(x.astype("float32") if narrow else x).all()
+
+
+class Look:
+    """What the devices say of the blocks that they hold; the same in all processes.
+
+    Communication: an all-gather of 8 bytes for each array and device.
+    """
+
+    def __init__(self, leaves: Mapping[str, jax.Array]) -> None:
+        self._leaves = leaves
+        most = max(collections.Counter(one.process_index for one in jax.devices()).values())
+        seen, fine = _by_device(leaves), (0, 1)
+        mine = [[one.id, *(n for p in leaves for n in seen.get(one, {}).get(p, fine))] for one in jax.local_devices()]
+        whole = gathered(np.array([*mine, *mine[:1] * (most - len(mine))], np.uint32))
+        rows = whole.reshape(-1, 1 + 2 * len(leaves))
+        self._sums = {int(row[0]): row[1::2] for row in rows}
+        self._fine = {int(row[0]): row[2::2] for row in rows}
+
+    def different_copies(self) -> list[str]:
+        """The blocks of which devices hold copies that differ in a bit, and on which of them."""
+        found: list[tuple[str, dict[Any, int]]] = []
+        for leaf, (path, x) in enumerate(self._leaves.items()):
+            copies: dict[str, dict[Any, int]] = collections.defaultdict(dict)
+            for device, where in x.sharding.devices_indices_map(x.shape).items():
+                copies[path + block_text(where, x.shape)][device] = int(self._sums[device.id][leaf])
+            found += [(block, sums) for block, sums in copies.items() if len(set(sums.values())) > 1]
+        hosts = everyone(socket.gethostname()) if found else []
+        return [_odd(*one, hosts) for one in found]
+
+    def not_finite(self) -> list[str]:
+        """The arrays with numbers that are not finite, and the ranks that hold them where others hold none: first
+        those of the fewest ranks, for a sum takes such a number to all of them."""
+        found: list[tuple[int, str]] = []
+        for leaf, (path, x) in enumerate(self._leaves.items()):
+            held = {one.process_index for one in x.sharding.device_set}
+            odd = {one.process_index for one in x.sharding.device_set if not self._fine[one.id][leaf]}
+            found += [(len(odd), f"{path}: {ranks(sorted(odd))}" if odd < held else path)] if odd else []
+        return [text for _, text in sorted(found, key=lambda one: one[0])]
 
 
 def _odd(block: str, sums: Mapping[Any, int], hosts: Sequence[str]) -> str:
@@ -110,74 +162,13 @@ def block_text(index: Sequence[slice] | None, shape: Sequence[int]) -> str:
     return f"[{', '.join(f'{start}:{stop}' for start, stop, _ in limits)}]" if shape else ""
 
 
-# --- copies of arguments -----------------------------------------------------------------------------------------
-
-# Arrays of the host that every process gives whole: how they reach the devices of all, and whether they are equal.
-
-_on = [False]  # whether `cluster.initialize(check=True)` asked for it
-
-
-def compare_replicas(on: bool) -> None:
-    """Say whether arrays that every process gives whole are compared from now on."""
-    _on[0] = on
-
-
-def compared(mesh: Any) -> bool:
-    """Return whether `initialize(check=True)` asked for arrays on this mesh to be compared."""
-    return _on[0] and takes_part(mesh)
+# --- arrays of the host ------------------------------------------------------------------------------------------
 
 
 def takes_part(mesh: Any) -> bool:
     """Return whether all processes have devices in a mesh, and there are several: only then can they compare
     anything."""
     return isinstance(mesh, Mesh) and 1 < len(processes_of(mesh)) == jax.process_count()
-
-
-def check_replicas(values: Iterable[tuple[str, Any]], mesh: Any, call: str) -> None:
-    """Compare what every process gives whole, if `initialize(check=True)` asked for it.
-
-    Communication: an all-gather of 32 bytes for all values together.
-
-    Raises:
-      PlacementError: With the values that differ, and the ranks.
-    """
-    if not compared(mesh) or not outside_trace():
-        return
-    found = {path: fingerprint(x) for path, x in _apart(values) if _is_local(x)}
-    if found and (wrong := disagreements(found)):
-        rule = "every process gives the whole array, and not all give the same one."
-        raise PlacementError(rule, call=call, got=wrong, advice=_SAME)
-
-
-def check_parts(arrays: Sequence[tuple[str, Any]], call: str) -> None:
-    """Compare what the processes have made arrays of: the global shapes, and blocks that several hold copies of.
-
-    Communication: an all-gather of 32 bytes, and one of 4 bytes for each array and device.
-
-    Raises:
-      PlacementError: With the arrays and blocks that differ, and the ranks.
-    """
-    arrays = _apart(arrays)
-    if wrong := disagreements({path: f"{x.dtype.name}{list(x.shape)}" for path, x in arrays}):
-        rule = "the parts of the processes do not make up one array: each process has another global shape."
-        raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
-    if wrong := different_copies(dict(arrays)):
-        rule = "processes that hold copies of one block have given different ones."
-        raise PlacementError(rule, call=call, got=wrong, advice=_ROWS)
-
-
-def _apart(named: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Values with names of their own: keys of a tree may have one repr."""
-    counts: collections.Counter[str] = collections.Counter()
-    found = []
-    for name, x in named:
-        counts[name] += 1
-        found.append((f"{name} ({counts[name]})" if counts[name] > 1 else name, x))
-    return found
-
-
-_ROWS = "each process reads the rows of spmd.cluster.my_rows(layout, shape)"
-_SAME = "make it from what is equal in all processes, not from the rank, the time or a file of one host"
 
 
 def fingerprint(x: Any) -> str:
@@ -188,7 +179,7 @@ def fingerprint(x: Any) -> str:
     return f"{x.dtype if is_key else array.dtype}{list(np.shape(x))} #{digest[:16]}"
 
 
-def _is_local(x: Any) -> bool:
+def is_local(x: Any) -> bool:
     """Return whether a value lies in this process alone, so that the others have one of their own."""
     if isinstance(x, jax.core.Tracer | jax.ShapeDtypeStruct):
         return False
@@ -198,7 +189,7 @@ def _is_local(x: Any) -> bool:
 def put(x: Any, sharding: Any) -> Any:
     """`jax.device_put`, but for devices of several processes, each of which gives the whole array: there JAX would
     compare them by sending all of it to all (for 16 MiB 205 ms, and 4 without)."""
-    if sharding.is_fully_addressable or not _is_local(x) or not outside_trace():
+    if sharding.is_fully_addressable or not is_local(x) or not outside_trace():
         return jax.device_put(x, sharding)
     whole = x if isinstance(x, jax.Array) else np.asarray(x, jax.dtypes.canonicalize_dtype(np.asarray(x).dtype))
     return jax.make_array_from_callback(whole.shape, sharding, lambda where: whole[where])

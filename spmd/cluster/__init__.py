@@ -8,7 +8,7 @@ from spmd._python.rooms import open_room
 from spmd.cluster._checkpoints import Checkpoints, Restored, checkpoints, guard
 from spmd.cluster._data import Batches, batches, my_rows
 from spmd.cluster._fields import read_zarr, write_zarr
-from spmd.cluster._recorder import remake, stragglers
+from spmd.cluster._recorder import goodput, remake, stragglers
 from spmd.cluster._start import initialize, same_program, stopping
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Restored",
     "batches",
     "checkpoints",
+    "goodput",
     "guard",
     "initialize",
     "my_rows",

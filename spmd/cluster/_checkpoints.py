@@ -30,7 +30,8 @@ from jax.sharding import NamedSharding
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._processes.agreement import anywhere, everyone, in_all
-from spmd._processes.copies import by_device, checksums, different_copies
+from spmd._processes.copies import Look, checksums
+from spmd._processes.facts import comparing
 from spmd._python.rooms import nearest
 from spmd._trees.arguments import explained
 from spmd._trees.leaves import kind_of
@@ -57,7 +58,7 @@ class Lease:
     """
 
     def __init__(self, folder: Any) -> None:
-        self._file = folder / "lease.json"
+        self._file, self._reached = folder / "lease.json", folder / "reached.json"
         self._heard: tuple[Any, float] = (None, 0.0)  # the last word of another holder, and when we first heard it
         self.held = False  # whether this object has taken it
         self._ended = threading.Event()
@@ -116,6 +117,13 @@ class Lease:
             with contextlib.suppress(OSError):  # a disk that does not answer for a while
                 if self.holder() is None:
                     self._say()
+                    self._reached.write_text(json.dumps(recorder.step))
+
+    def reached(self) -> int:
+        """The step that who held it last had reached."""
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            return int(json.loads(self._reached.read_text()))
+        return 0
 
     def _say(self) -> None:
         """Say that this process holds it: by the time of the file, on a disk that is full too."""
@@ -230,6 +238,7 @@ class Checkpoints:
         rule = "checkpoints are saved by Orbax, which is not installed."
         orbax, epath = (library(name, rule) for name in ("orbax.checkpoint", "etils.epath"))
         self._local = not in_a_bucket(path, ("gs",), "checkpoints(path)")
+        recorder.remote = not self._local
         self.path: Any = Path(path).absolute() if self._local else epath.Path(path)
         self._orbax, self._keep, self._strict, self._timeout = orbax, keep, strict, timeout_seconds
         self._finite = finite
@@ -248,6 +257,7 @@ class Checkpoints:
         self._any, self._closed = False, False  # whether a save of this run succeeded
         self._deleter = ThreadPoolExecutor(1, "retention")
 
+    @recorder.inside("save")
     def save(
         self, step: int, state: Any, *, data: Batches | None = None, metrics: Mapping[str, float] | None = None
     ) -> None:
@@ -255,9 +265,12 @@ class Checkpoints:
 
         A step that is saved already stays as it is, unless `restore` has found it damaged.
 
-        Communication: in several processes two all-gathers of 32 bytes: whether the last one is written and the disk
-        takes this one, and whether the numbers are finite. The devices compute the checksums, of which they add up 4
-        bytes for each array.
+        Copies that are equal by their layout are compared before, bit for bit: a state in which they differ is not
+        saved.
+
+        Communication: in several processes an all-gather of 32 bytes, whether the last one is written and the disk
+        takes this one, and one of 8 bytes for each array and device. The devices compute the checksums, of which they
+        add up 4 bytes for each array.
 
         Args:
           step: How many steps were done.
@@ -266,8 +279,8 @@ class Checkpoints:
           metrics: Numbers by which a policy of `keep` chooses, the same in all processes.
 
         Raises:
-          SpmdError: A leaf is not an array; a number of it is not finite, with the ranks and arrays; another program
-            saves into the folder; the save before this one failed, and was the first, or `strict` is set.
+          SpmdError: A leaf is not an array; copies differ, or a number is not finite, with ranks and arrays; another
+            program saves into the folder; the save before this one failed, and was the first, or `strict` is set.
         """
         self._check_open(f"save({step!r}, state)")
         if not is_int(step, 0):
@@ -275,8 +288,8 @@ class Checkpoints:
         call = f"save({step}, state)"
         step, leaves = int(step), checked(named(state, call), call)
         refused = self._settle(sum(x.nbytes for x in leaves.values()), step)
-        if self._finite:
-            check_finite(leaves, call, "; checkpoints(path, finite=False) saves such numbers")
+        more = "; checkpoints(path, finite=False) saves such numbers"
+        check_sound(leaves, call, finite=self._finite, copies=comparing(), more=more)
         if step in self._known() - self._damaged:
             self._any, self._failure = True, None
             return
@@ -304,6 +317,7 @@ class Checkpoints:
             failure = error  # the others may be writing; all report it when they wait
         self._writing = step, failure
 
+    @recorder.inside("restore")
     def restore(self, init: Any, *args: Any, data: Batches | None = None, cast: bool = False) -> Restored:
         """The last state that was saved whole, placed as `init` places it; a new one if none was saved.
 
@@ -331,12 +345,15 @@ class Checkpoints:
         self.wait()
         wanted = init.abstract(*args)
         self._steps, failures = None, []
+        reached = 0
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):
                 self._lease.holder()  # who is silent from here to the first save has ended
+            reached = self._lease.reached()
         for step in sorted(self._known(), reverse=True):
             try:
                 found = Restored(self._read(step, wanted, data, cast), step)
+                recorder.repeated = max(everyone(reached)[0] - step, 0)
                 self._damaged.discard(step)
                 return found
             except _Damaged as damage:
@@ -349,6 +366,7 @@ class Checkpoints:
             raise PlacementError(rule, call="restore(init, ...)", got=[str(self.path), *failures])
         return Restored(init(*args), 0)
 
+    @recorder.inside("save")
     def wait(self) -> None:
         """Wait until what was saved is written; all processes call it.
 
@@ -361,6 +379,7 @@ class Checkpoints:
             self._settle()
         self._deleter.submit(int).result()  # after what it still deletes
 
+    @recorder.inside("save")
     def close(self) -> None:
         """Wait, then release Orbax's threads, and the folder for other programs. Once closed, it stays closed.
 
@@ -430,8 +449,7 @@ class Checkpoints:
         bytes, the same in all processes: where Orbax fails in one of them, the others wait for it."""
         (saved, failure), self._writing = self._writing or (None, None), None
         try:
-            with recorder.inside("save"):
-                self._writer.wait_until_finished()
+            self._writer.wait_until_finished()
         except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
             failure = failure or error
         refused_by = jax_errors.refused_by_the_system(failure)
@@ -586,7 +604,7 @@ class Checkpoints:
         handler, how = self._orbax.StandardCheckpointHandler(), self._orbax.args.StandardRestore(asked)
         try:
             reading = self._orbax.Checkpointer(handler, multiprocessing_options=options)
-            with recorder.inside("restore"), reading as reader:
+            with reading as reader:
                 return reader.restore(self._folder(step) / _STATE, how)
         except Exception as error:  # a file is missing, cut off, or does not decode; Orbax has many words for it
             raise _Damaged(f"{_STATE}: {type(error).__name__}: {jax_errors.first_line(error)}") from error
@@ -609,25 +627,23 @@ class _Damaged(Exception):
 # --- numbers that are not finite, and copies that differ --------------------------------------------------------------
 
 
-@jax.jit
-def finite(blocks: Mapping[str, jax.Array]) -> dict[str, Any]:
-    """Return whether all numbers of each block are finite."""
-    narrow = lambda x: jnp.finfo(x.dtype).bits < 16  # of some of them JAX knows no infinity
-    return {path: jnp.isfinite(x.astype("float32") if narrow(x) else x).all() for path, x in blocks.items()}
+def check_sound(leaves: Mapping[str, jax.Array], call: str, *, finite: bool, copies: bool, more: str = "") -> None:
+    """Complain about copies that differ, and about numbers that are not finite, in all processes.
 
-
-def check_finite(leaves: Mapping[str, jax.Array], call: str, more: str = "") -> None:
-    """Complain about numbers that are not finite, in all processes.
-
-    Communication: in several processes an all-gather of 32 bytes.
+    Communication: that of `Look`.
     """
-    inexact = {path: x for path, x in leaves.items() if jnp.issubdtype(x.dtype, jnp.inexact)}
-    found = by_device(finite, inexact).values()
-    here = dict.fromkeys(path for one in found for path, fine in one.items() if not fine)
-    [unsound] = anywhere(", ".join([*here][:5]))
-    if unsound:
+    look = Look(leaves) if leaves and (finite or copies) else None
+    if look is not None and copies and (wrong := look.different_copies()):
+        rule = (
+            "copies that are equal by their layout differ: a bit has flipped, or the devices computed different things."
+        )
+        advice = "restore the last checkpoint, without that host if it happens again"
+        raise SpmdError(rule, call=call, got=wrong, advice=advice)
+    if look is not None and finite and (unsound := look.not_finite()):
         rule, advice = "numbers of the state are not finite.", f"restore(...) goes back{more}"
-        raise SpmdError(rule, call=call, got=[unsound], advice=advice)
+        read = enumerate(everyone([*recorder.unsound]))
+        told = [f"rank {rank} has read samples with such numbers, the last: {those}" for rank, those in read if those]
+        raise SpmdError(rule, call=call, got=[*unsound[:5], *told], advice=advice)
 
 
 @explained
@@ -638,7 +654,7 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
     A bit that has flipped in the memory of one device otherwise stays unseen: copies drift apart, and each process
     trains on with its own. Call it at each step; it looks at every hundredth.
 
-    Communication: at these steps an all-gather of 4 bytes for each array and device, and one of 32 bytes.
+    Communication: at these steps an all-gather of 8 bytes for each array and device.
 
     Args:
       step: The number of the step, the same in all processes.
@@ -659,14 +675,7 @@ def guard(step: int, state: Any, *, every: int = 100) -> None:
         raise SpmdError(f"step and every are integers, not {step!r} and {every!r}.", call=call)
     if step % every:
         return
-    leaves = checked(named(state, call), call)
-    if wrong := different_copies(leaves):
-        rule = (
-            "copies that are equal by their layout differ: a bit has flipped, or the devices computed different things."
-        )
-        advice = "restore the last checkpoint, without that host if it happens again"
-        raise SpmdError(rule, call=call, got=wrong, advice=advice)
-    check_finite(leaves, call)
+    check_sound(checked(named(state, call), call), call, finite=True, copies=True)
 
 
 # --- what is beside the arrays ---------------------------------------------------------------------------------------

@@ -7,10 +7,11 @@ import contextlib
 import functools
 import reprlib
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import jax
 import numpy as np
@@ -78,7 +79,8 @@ def batches(
         sample is lost and none comes twice.
 
     Returns:
-      The batches: an iterator with `state`, which is saved and restored, and with `batches[i]`.
+      The batches: an iterator with `state`, which is saved and restored, and with `batches[i]`. `close()`, or the end
+      of `with batches(...) as data:`, ends its threads and lets go of what they have read; so does dropping it.
 
     Raises:
       SizeError: The batch does not fit the layouts, a sample has another shape, or the processes' sources, batches or
@@ -216,7 +218,7 @@ class Batches(Iterator[Any]):
     _retries: int
 
     def __post_init__(self) -> None:
-        self._next = 0
+        self._next, self._closed = 0, False
         self._ahead: collections.deque[Future[Any]] = collections.deque()
         self._thread = ThreadPoolExecutor(1, "batches")
         self._readers = ThreadPoolExecutor(self._workers, "batches_worker") if self._workers > 1 else None
@@ -224,6 +226,19 @@ class Batches(Iterator[Any]):
         self._whole = whole_sharding(self._mesh) if ambient_mode()[0] == "reference" else None
         if takes_part(self._mesh):
             self._check_same()
+
+    def close(self) -> None:
+        """End the threads, and let go of what they have read ahead. Once closed, it stays closed."""
+        self._closed = True
+        self._forget_ahead()
+        for pool in filter(None, (self._thread, self._readers)):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def __len__(self) -> int:
         if self._end is None:
@@ -239,6 +254,9 @@ class Batches(Iterator[Any]):
     def __next__(self) -> Any:
         if self._end is not None and self._next >= self._end:
             raise StopIteration
+        if self._closed:
+            advice = "batches(...) begins anew, and batches.state = ... goes on"
+            raise SpmdError("these batches are closed.", call="next(batches)", advice=advice)
         began = time.monotonic()
         with recorder.inside("data"):
             if not self._prefetch:
@@ -300,7 +318,7 @@ class Batches(Iterator[Any]):
             index = self._next + len(self._ahead)
             if self._end is not None and index >= self._end:
                 break
-            self._ahead.append(self._thread.submit(self._read, index))
+            self._ahead.append(self._thread.submit(_read_of, weakref.ref(self), index))
 
     def _structs(self) -> Any:
         """The shapes and shardings of a batch; the first sample tells them."""
@@ -365,7 +383,15 @@ class Batches(Iterator[Any]):
             got = [f"shapes: {shapes}, first {wanted}"]
             advice = "pad or cut the samples in the source, so that all have one shape"
             raise SizeError(rule, call="batches(source, ...)", got=got, advice=advice)
+        if not all(map(_is_finite, leaves)):
+            recorder.unsound.append(index)
         return [_fitted(x, one.dtype, index) for x, one in zip(leaves, structs, strict=True)]
+
+
+def _read_of(batches: weakref.ref[Batches], index: int) -> Any:
+    """A batch of batches that somebody still has."""
+    there = batches()
+    return None if there is None or there._closed else there._read(index)
 
 
 def _whole(value: Any) -> int | None:
@@ -373,6 +399,10 @@ def _whole(value: Any) -> int | None:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         return int(value) if int(value) == value else None
     return None
+
+
+def _is_finite(x: np.ndarray) -> bool:
+    return not jax.dtypes.issubdtype(x.dtype, np.inexact) or bool(np.isfinite(x).all())
 
 
 def _rows_here(sharding: Any, shape: Sequence[int]) -> np.ndarray:

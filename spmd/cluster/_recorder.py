@@ -6,6 +6,7 @@ import atexit
 import collections
 import contextlib
 import faulthandler
+import hashlib
 import io
 import json
 import os
@@ -22,18 +23,28 @@ import jax
 import numpy as np
 
 from spmd._compat import coordination
-from spmd._processes.agreement import everyone, ranks
+from spmd._processes import facts
+from spmd._processes.agreement import differences, everyone, ranks
 from spmd._processes.environment import REMADE
 from spmd._text import Table
 from spmd.cluster._launch import free_port
 from spmd.cluster._stacks import Stack
+from spmd.errors import MeshError
 
+STORING = ("save", "restore")
+PATIENCE = 60.0  # seconds
 HUNG = 75  # the exit code of a run that stands still, which schedulers queue again
 _LAPS = 3  # steps and batches after which a program is in its loop, and a long silence is none of its start
+_SEVERAL = 3  # times the patience, after which a program is looked at that tells of no laps
 _PATIENT = 10  # times the patience, where a process works on, or a device may
+_LONGEST = {"start": 60, "compile": 60, "save": _PATIENT, "restore": _PATIENT}  # times the patience, of what is long
+_MOVED = 2**16  # bytes that are read and written between two looks where a disk answers
 _WORK = 0.05  # of the time of one core, below which a process rests
 _KEPT = 1000  # of the last steps, how long each took
 GATHER = 4.0  # seconds in which a process that runs says where it is
+_NAME = "flight recorder"
+_DIFFER = "the processes do not compute the same"
+_DOING = {"data": "reads a batch", "save": "saves", "restore": "restores", "compiles": "compiles"}
 _SHOWN = 4  # collectives of a program in a message
 
 
@@ -44,6 +55,11 @@ class _Recorder:
         self.laps = 0  # steps and batches so far
         self.step, self.began = -1, 0.0
         self.doing = ""
+        self.programs, self.compiled = 0, 0.0  # that were compiled, and in how many seconds
+        self.born, self.start = time.monotonic(), -1.0  # when this was loaded; seconds from there to the first step
+        self.spent: dict[str, float] = collections.defaultdict(float)  # seconds by what it was inside
+        self.repeated = 0  # steps that a run before had done, and had not saved
+        self.remote = False  # whether it saves where nobody here sees how many bytes arrive
         self.code = 0  # with which this process ends, if that is decided
         self.end, self.why = "", ""  # "ended", and by what; or "failed": JAX's error may come of another one's end
         self.told = threading.Event()  # it ends
@@ -51,6 +67,7 @@ class _Recorder:
         self.left: list[int] = []  # where the run ends because it stands still: the processes that may go on
         self.meet = ""  # and where their process 0 will listen
         self.looks = self.waits = 0  # how often the main thread was looked at in its loop, and waited for devices
+        self.unsound: collections.deque[int] = collections.deque(maxlen=3)  # the last samples that are not finite
         self.steps: collections.deque[float] = collections.deque(maxlen=_KEPT)
         self.reads: collections.deque[float] = collections.deque(maxlen=_KEPT)
 
@@ -60,21 +77,49 @@ class _Recorder:
         if 0 <= self.step < step:
             self.steps.append((now - self.began) / (step - self.step))
         self.step, self.began = step, now
-        self.laps += 1
+        self._lap()
 
     def read(self, seconds: float) -> None:
         """A batch was read."""
         self.reads.append(seconds)
+        self._lap()
+
+    def _lap(self) -> None:
+        if self.start < 0:
+            self.start = self._rest()
         self.laps += 1
+
+    def _rest(self) -> float:
+        """The seconds in none of those that are counted apart."""
+        return time.monotonic() - self.born - self.compiled - sum(self.spent.values())
+
+    def goodput(self) -> dict[str, float]:
+        """Where the seconds of this process went."""
+        start = self.start if self.start >= 0 else self._rest()
+        apart = {"start": start, "compile": self.compiled, **{name: self.spent[name] for name in ("data", *STORING)}}
+        again = self.repeated * float(np.median(self.steps or [0.0]))
+        steps = max(self._rest() - start - again, 0.0)
+        whole = sum(apart.values()) + again + steps
+        return {"seconds": whole, "steps": steps, **apart, "again": again, "steps again": self.repeated}
+
+    def hear(self, event: str, duration_secs: float, **_: str | int) -> None:
+        """JAX says what took how long."""
+        if event.endswith(
+            ("backend_compile_duration", "jaxpr_to_mlir_module_duration")
+        ):  # others lie within each other
+            self.programs, self.compiled = self.programs + 1, self.compiled + duration_secs
 
     @contextlib.contextmanager
     def inside(self, what: str) -> Iterator[None]:
         """Inside a call that may take long: "data", "save" or "restore"."""
         before, self.doing = self.doing, what
+        since, compiled = time.monotonic(), self.compiled
         try:
             yield
         finally:
             self.doing = before
+            if not before:
+                self.spent[what] += time.monotonic() - since - (self.compiled - compiled)
 
 
 recorder = _Recorder()
@@ -109,7 +154,36 @@ def stragglers() -> str:
         least = f"slowest: rank {slowest} on {rows[slowest][0]} waits {rows[slowest][-1]:.0%} of its time"
         told.append((f"{least}, half of all {usual:.0%} or more",))
     head = ("rank", "host", "step p50", "p95", "batch p50", "p95", "waits")
-    return Table(told, head, right=(2, 3, 4, 5, 6)).text()
+    return f"{Table(told, head, right=(2, 3, 4, 5, 6)).text()}\n{_where_time_went()}"
+
+
+def goodput() -> dict[str, float]:
+    """Return where the seconds of this process went, since `spmd` was loaded.
+
+    They add up to `seconds`: `start` until the first step that `stopping` or `batches` sees, `compile`, waiting for
+    `data`, `save`, `restore`, steps that a run before had done and not saved (`again`), and new `steps`. `steps again`
+    is how many of them there were at least: what a run has reached is noted every five seconds. Process 0 of several
+    prints them as one line at the end.
+
+    No communication.
+
+    Returns:
+      A dict of numbers, as JSON takes it.
+
+    Example:
+      >>> import spmd
+      >>> sorted(spmd.cluster.goodput())
+      ['again', 'compile', 'data', 'restore', 'save', 'seconds', 'start', 'steps', 'steps again']
+    """
+    return recorder.goodput()
+
+
+def _where_time_went() -> str:
+    found = recorder.goodput()
+    seconds, count = found.pop("seconds"), found.pop("steps again")
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in found.items() if name not in ("steps", "again"))
+    again = f", {count:.0f} steps again {found['again']:.1f} s" if count else ""
+    return f"goodput: {found['steps'] / max(seconds, 1e-9):.0%} of {seconds:.1f} s in new steps; {parts}{again}"
 
 
 def leave(end: str = "ended", why: str = "", seconds: float | None = None) -> None:
@@ -118,6 +192,8 @@ def leave(end: str = "ended", why: str = "", seconds: float | None = None) -> No
     listens until the others have, for where one hangs, all end with one code."""
     if not recorder.end:
         recorder.end, recorder.why = end, why
+        if recorder.laps >= _LAPS and jax.process_index() == 0:
+            print(_where_time_went(), file=sys.stderr, flush=True)
         recorder.told.set()
         if recorder.listener is not None:
             recorder.listener.join(seconds)
@@ -130,13 +206,29 @@ def end_now(code: int) -> None:
     os._exit(code)
 
 
-def watch(patience: float, on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
+def patiences(given: float | Mapping[str, float] | None) -> dict[str, float]:
+    """After how many seconds without progress a run ends: in a step, a start, a compilation, a save and a restore.
+
+    Raises:
+      MeshError: Something else is given.
+    """
+    told = given if isinstance(given, Mapping) else {"step": given or 0.0}
+    step = told.get("step", PATIENCE)
+    found = {"step": step, **{name: times * step for name, times in _LONGEST.items()}, **told}
+    if len(found) > 1 + len(_LONGEST) or not all(isinstance(one, int | float) for one in found.values()):
+        advice = f'as in patience=120, or patience={{"step": 60, "start": 7200}}; names: step, {", ".join(_LONGEST)}'
+        raise MeshError(f"patience is seconds, not {given!r}.", call="initialize(...)", advice=advice)
+    return found
+
+
+def watch(patience: Mapping[str, float], on_hang: Callable[[str], int | None] | None, host: str = "") -> None:
     """Watch this process from now on, beside the others; `host` is that of the coordinator."""
     client = coordination()
     if client is not None:
         one = Watch(patience, on_hang, client, host)
-        threads = [threading.Thread(target=run, name="flight recorder", daemon=True) for run in (one.listen, one.guard)]
+        threads = [threading.Thread(target=run, name=_NAME, daemon=True) for run in (one.listen, one.guard)]
         recorder.listener = threads[0]
+        jax.monitoring.register_event_duration_secs_listener(recorder.hear)
         atexit.register(leave)  # called before JAX waits for them, where its errors abort a process
         for thread in threads:
             thread.start()
@@ -149,15 +241,19 @@ class Watch:
     progress, the places of all. Its lowest rank that answers tells the verdict.
     """
 
-    def __init__(self, patience: float, on_hang: Callable[[str], int | None] | None, client: Any, host: str) -> None:
+    def __init__(
+        self, limits: Mapping[str, float], on_hang: Callable[[str], int | None] | None, client: Any, host: str
+    ) -> None:
         self.rank, self.count = jax.process_index(), jax.process_count()
-        self.patience, self.on_hang, self.client, self._host = patience, on_hang, client, host
+        self.patience, self._limits, self.on_hang = limits["step"], limits, on_hang
+        self.client, self._host = client, host
         self._on_cpu = jax.default_backend() == "cpu"
         self._used, self._looked, self._worked = 0.0, 0.0, time.monotonic()
-        self._tick = min(max(1.0, self.count / 500), patience / 20)
+        self._tick = min(max(1.0, self.count / 500), self.patience / 20)
         self._main = threading.main_thread().ident
-        self._progress = self._still = self._quiet = self._beat = time.monotonic()
-        self._longest, self._laps, self._mark = 0.0, 0, None
+        self._progress = self._still = self._quiet = self._again = self._beat = time.monotonic()
+        self._longest, self._laps, self._mark, self._bytes = 0.0, 0, None, 0
+        self._arrays = self._programs = self._turns = 0
         self._round, self._beats = 0, 0
         self._lives: dict[str, tuple[str, float]] = {}
         self._calling = float("inf")  # since when the service has not answered
@@ -169,6 +265,8 @@ class Watch:
                 self._watch()
             if recorder.end == "failed":
                 return self._settle()
+            if not recorder.why and (different := self._compare()):
+                self._settle(different)
             self._call("key_value_set", f"spmd/ended/0/{self.rank}", json.dumps(self._place(Stack(self._main))))
             while not recorder.why and len(self._said("ended")) < self.count:
                 time.sleep(self._tick)
@@ -180,9 +278,10 @@ class Watch:
     def _watch(self) -> None:
         self._look()
         now = time.monotonic()
-        late = recorder.laps >= _LAPS and now > max(self._progress + self.patience + self._longest, self._quiet)
-        if self._silent() or late or self._said("places"):
-            self._settle()
+        late = now > max(self._progress + self._limit, self._quiet, self._again)
+        different = self._compare()
+        if different or self._silent() or late or self._said("places"):
+            self._settle(different)
 
     def guard(self) -> None:
         """End where the service does not answer: process 0, which has it, is stopped or gone."""
@@ -191,6 +290,22 @@ class Watch:
         self._end_without_coordinator()
 
     # --- inside ---
+
+    @property
+    def _limit(self) -> float:
+        """After how many seconds without progress the others are asked."""
+        return (1 if recorder.laps >= _LAPS else _SEVERAL) * self.patience + self._longest
+
+    def _compare(self) -> str:
+        """Say what has to be equal in all processes, and return what is not."""
+        for name, which, found in facts.noted():
+            key = f"spmd/facts/{hashlib.sha256(f'{name} {which}'.encode()).hexdigest()[:16]}/"
+            self._call("key_value_set", f"{key}{self.rank}", json.dumps(found), allow_overwrite=True)
+            told = {int(at.rsplit("/", 1)[1]): json.loads(text) for at, text in self._call("key_value_dir_get", key)}
+            if wrong := differences(told):
+                advice = "make both from what is equal in all processes; same_program shows the line that differs"
+                return f"{_DIFFER}: {name}: {'; '.join(wrong)}\nadvice: {advice}"
+        return ""
 
     def _end_without_coordinator(self) -> None:
         recorder.left = []
@@ -205,7 +320,7 @@ class Watch:
 
     def _look(self) -> Stack:
         stack, now = Stack(self._main), time.monotonic()
-        if (mark := stack.mark()) != self._mark:
+        if (mark := stack.mark()) != self._mark or self._disk_moves():
             self._mark, self._still = mark, now
         if now - self._looked > self._tick / 2:
             used = time.process_time()
@@ -216,11 +331,30 @@ class Watch:
         if recorder.laps >= _LAPS and not compiles:
             recorder.looks += 1
             recorder.waits += stack.waits_for_devices()
-        if recorder.laps != self._laps or compiles:
-            if recorder.laps > _LAPS and not compiles:
+        arrays = hash(tuple(map(id, jax.live_arrays())))  # a program that was called has made others
+        if recorder.programs != self._programs:  # at a line that it has not passed before
+            self._programs, self._turns = recorder.programs, 0
+        self._turns += arrays != self._arrays
+        if (recorder.laps, arrays) != (self._laps, self._arrays) or compiles:
+            if self._laps < _LAPS <= recorder.laps:  # what was long before was no step
+                self._longest = 0.0
+            elif not compiles and (recorder.laps > _LAPS or (recorder.laps < _LAPS and self._turns > 1)):
                 self._longest = max(self._longest, now - self._progress)
-            self._laps, self._progress = recorder.laps, now
+            self._laps, self._arrays, self._progress = recorder.laps, arrays, now
         return stack
+
+    def _disk_moves(self) -> bool:
+        """Return whether a process that saves or restores has read or written since the last look."""
+        if recorder.doing not in STORING:
+            return False
+        if recorder.remote:
+            return True
+        try:
+            lines = Path("/proc/self/io").read_text().splitlines()
+        except OSError:
+            return True
+        before, self._bytes = self._bytes, sum(int(line.split()[1]) for line in lines if line[1:5] == "char")
+        return self._bytes - before > _MOVED
 
     def _silent(self) -> bool:
         """Say that this process lives; whether another one has been silent while nothing went on."""
@@ -246,10 +380,12 @@ class Watch:
         found = self._call("key_value_dir_get", f"spmd/{what}/{self._round if what == 'places' else 0}/")
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in found}
 
-    def _settle(self) -> None:
+    def _settle(self, different: str = "") -> None:
         """Say where this process is, hear where the others are, and end if the run stands still."""
         stack = self._look()
         place = self._place(stack)
+        if different:
+            place |= {"kind": "differs", "where": different}
         self._say(place)
         if place["kind"] == "waits":
             with contextlib.suppress(Exception):  # a backend may write its programs in other words
@@ -266,42 +402,63 @@ class Watch:
         text, ends = judge(places, self.count, self.patience)
         if min(self._said("places")) == self.rank:
             if ends and self.rank == 0:
-                recorder.left = sorted(rank for rank, place in places.items() if place["kind"] != "ended")
+                stay = text.startswith(_DIFFER)  # those that have ended, too, for they say so with this code
+                recorder.left = sorted(rank for rank, place in places.items() if stay or place["kind"] != "ended")
                 recorder.meet = f"{self._host}:{free_port()}"
             told = json.dumps([text, ends, recorder.left, recorder.meet])
             self._call("key_value_set", verdict, told, allow_overwrite=True)
             if text and not ends:
-                longest = _PATIENT * self.patience
-                print(f"{text} If nothing goes on, it ends after {longest:g} s.", file=sys.stderr, flush=True)
+                longest = min(one["limit"] for one in places.values())
+                later = f" If nothing goes on, it ends after {longest:.0f} s." * _goes_round(places)
+                print(f"{text}{later}", file=sys.stderr, flush=True)
         else:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # it has stopped meanwhile: then by oneself
                 told = self._call("blocking_key_value_get", verdict, int(2000 * GATHER))
                 text, ends, recorder.left, recorder.meet = json.loads(told)
         self._round += 1
-        self._quiet = time.monotonic() + self.patience
+        now = time.monotonic()
+        again, last = now + max(self.patience, now - self._progress), self._progress + place["limit"] + self._tick
+        self._again = min(again, last) if last > now else again  # a start is told of less and less often
+        self._quiet = now + self.patience
         if ends:
             self._end(text)
 
     def _place(self, stack: Stack) -> dict[str, Any]:
         """Return where this process is: `kind` is what it does, "waits" where that is up to others."""
         kind = recorder.end or ("compiles" if stack.compiles() else recorder.doing or "runs")
-        if kind in ("runs", "save", "restore") and stack.waits_for_devices():
-            kind = "waits"
-        where = stack.place()
+        where, inside, now = stack.place(), "", time.monotonic()
+        if kind in ("runs", *STORING):
+            others = self._writers() if kind in STORING else []
+            waits = stack.waits_for_devices() or any(one.waits_for_others() for one in (stack, *others))
+            if waits or (kind == "runs" and now - self._still > self.patience and stack.sends(exact=True)):
+                kind = "waits"
+            elif kind in STORING:
+                inside = next((line for one in (stack, *others) if (line := one.inner_place())), "")
+                where = f"{where}, {inside}" if inside else where
         if kind == "data":  # a thread reads ahead
             readers = [one.ident for one in threading.enumerate() if one.name.startswith("batches_")]
             inside = next((found for one in readers if (found := Stack(one).place())), "")
             where = ", ".join(dict.fromkeys(one for one in (where, inside) if one))
-        now = time.monotonic()
+        loop = recorder.laps >= _LAPS or (kind == "waits" and self._turns >= _LAPS)
+        usual = _PATIENT * self.patience if loop else self._limits["start"]
         return {
             "kind": kind,
+            "busy": bool(inside),
             "where": recorder.why if recorder.end == "ended" else where,
             "step": recorder.step,
+            "loop": loop,
+            "limit": self._limits.get(kind.removesuffix("s"), usual) + self._longest,
             "idle": now - self._progress,
             "still": now - self._still,
             "rests": now - self._worked,
             "host": socket.gethostname(),
         }
+
+    def _writers(self) -> list[Stack]:
+        """The threads that were started for a save or a restore: all but those that are ours."""
+        ours = ("batches", _NAME)
+        found = [one for one in threading.enumerate() if one.ident != self._main and not one.name.startswith(ours)]
+        return [Stack(one.ident) for one in found]
 
     def _end(self, text: str) -> None:
         """Print where the threads of this process are, and the verdict; then end, if the program does not say no."""
@@ -315,6 +472,7 @@ class Watch:
         if self.rank == 0:  # it has JAX's service, without which JAX aborts the others
             time.sleep(0.5)
         code = HUNG if self.on_hang is None else self.on_hang(text)
+        code = 1 if text.startswith(_DIFFER) else code  # it would come again
         if code is not None:
             recorder.code = code
             end_now(code)
@@ -335,27 +493,45 @@ def judge(places: Mapping[int, Mapping[str, Any]], count: int, patience: float) 
       count: How many processes there are.
       patience: In seconds.
     """
+    if wrong := [place["where"] for place in places.values() if place["kind"] == "differs"]:
+        return wrong[0], True
     silent = [rank for rank in range(count) if rank not in places]
     of = {rank: place["kind"] for rank, place in places.items()}
     if "failed" in of.values():
-        gone = silent + [rank for rank, kind in of.items() if kind == "ended"]
+        late = [rank for rank, kind in of.items() if kind == "runs" and places[rank]["still"] > patience]
+        gone = silent + [rank for rank, kind in of.items() if kind == "ended"] + late
         return (_told(gone, places), True) if gone else ("", False)
-    if "compiles" in of.values() and not silent:
-        return "", False
+    compiling = [rank for rank, kind in of.items() if kind == "compiles"]
+    if compiling and not silent:
+        slow = [rank for rank in compiling if places[rank]["still"] > places[rank]["limit"]]
+        return (_told(slow, places), True) if slow else ("", False)
     waits = {rank for rank, kind in of.items() if kind == "waits"}
     lines = {places[rank]["where"] for rank in waits}
     waits |= {rank for rank, kind in of.items() if kind == "runs" and places[rank]["where"] in lines - {""}}
-    storing = [rank for rank, kind in of.items() if kind in ("save", "restore")]
+    storing = [rank for rank, kind in of.items() if kind in STORING]
     own = [rank for rank in of if rank not in waits and rank not in storing]
+    storing = [rank for rank in storing if places[rank].get("busy")] or storing  # who rests there waits for them
     guilty = silent + (own if waits or storing else [rank for rank in own if of[rank] == "data"])
-    patient = max((one["idle"] for one in places.values()), default=0) > _PATIENT * patience
-    if guilty:
-        moves = not silent and all(of[rank] == "runs" and places[rank]["still"] < patience / 2 for rank in guilty)
-        return _told(guilty, places), patient or not moves
-    if storing:
-        return _told(storing, places), patient
+    patient = any(one["idle"] > one["limit"] for one in places.values())
+    loop = any(one["loop"] for one in places.values())
     rest = min((one["rests"] for one in places.values()), default=0) > patience / 2  # then nobody computes
-    return (_all_wait(waits, places), patient or rest) if waits else ("", False)
+    if guilty:
+        never = bool(silent) or any(of[rank] == "ended" for rank in guilty)
+        moves = all(of[rank] == "runs" and places[rank]["still"] < patience / 2 for rank in guilty if rank in of)
+        return _told(guilty, places), patient or never or (loop and not moves)
+    if storing:
+        return _told(storing, places), patient or all(places[rank]["still"] > patience for rank in storing)
+    if waits:
+        return _all_wait(waits, places), patient or rest
+    if of and all(kind == "runs" and places[rank]["still"] > _SEVERAL * patience for rank, kind in of.items()):
+        return _all_wait(set(of), places), patient and rest and _goes_round(places)
+    return "", False
+
+
+def _goes_round(places: Mapping[int, Mapping[str, Any]]) -> bool:
+    """Return whether somebody waits for another, or all have said that they are in a loop: a server that nobody asks,
+    or a prompt, waits for ever."""
+    return all(one["loop"] for one in places.values()) or any(one["kind"] != "runs" for one in places.values())
 
 
 def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
@@ -366,10 +542,16 @@ def _all_wait(waits: set[int], places: Mapping[int, Any]) -> str:
     groups = sorted(by_line.values(), key=len)
     if len(groups) > 1 and len(groups[0]) < len(groups[-1]):
         return _told([rank for group in groups[:-1] for rank in group], places)
+    last = max(one["step"] for one in places.values())
+    left = [rank for rank in sorted(waits) if 0 <= places[rank]["step"] < last]  # their loop, and wait after it
+    if len(groups) > 1 and left:
+        return _told(left, places)
     told = "; ".join(f"{ranks(group)} in {line}{_sent(places, line, ',')}" for line, group in by_line.items())
     head = _head(one["step"] for one in places.values())
     if len(groups) > 1:
         return f"{head}the processes wait for each other at different lines: {told}."
+    if any(places[rank]["kind"] == "runs" for rank in waits):
+        return f"{head}no process goes on: {told}."
     return f"{head}all wait, {told}: a device or the network between them does not answer."
 
 
@@ -379,17 +561,19 @@ def _told(guilty: list[int], places: Mapping[int, Any]) -> str:
     lines = collections.Counter(places[rank]["where"] for rank in rest if places[rank]["kind"] != "ended")
     line = max(lines, key=lambda line: lines[line], default="")
     waiting = f"did not reach {line}, where the others wait{_sent(places, line)}. "
-    first = f"{ranks(sorted(guilty))} {waiting}" if line else ""
-    each = []
+    beside = any(places[rank]["where"].startswith(line) for rank in guilty if rank in places)  # in one call of ours
+    first = f"{ranks(sorted(guilty))} {waiting}" if line and not beside else ""
+    each, last = [], max((one["step"] for one in places.values()), default=-1)
     for rank in sorted(guilty)[:8]:
         place = places.get(rank)
+        left = f", after step {place['step']:,}" if place and 0 <= place["step"] < last else ""  # so it left the loop
         if place is None:
             each.append(f"rank {rank} does not answer: it is stopped, or its host is gone")
         elif place["kind"] == "ended":
-            each.append(f"rank {rank} on {place['host']} has ended{': ' * bool(place['where'])}{place['where']}")
+            each.append(f"rank {rank} on {place['host']} has ended{left}{': ' * bool(place['where'])}{place['where']}")
         else:
-            doing = {"data": "reads a batch", "save": "saves", "restore": "restores"}.get(place["kind"], "is")
-            each.append(f"rank {rank} on {place['host']} {doing} in {place['where']}, for {place['still']:.0f} s")
+            doing = _DOING.get(place["kind"], "is")
+            each.append(f"rank {rank} on {place['host']} {doing} in {place['where']}, for {place['still']:.0f} s{left}")
     return f"{_head(one['step'] for one in places.values())}{first}{'; '.join(each)}{'; ...' * (len(guilty) > 8)}."
 
 

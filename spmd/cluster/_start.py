@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,10 +25,10 @@ import jax.experimental.multihost_utils as multihost
 from spmd._compat import installed
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.lines import is_of_library
+from spmd._processes import facts
 from spmd._processes.agreement import disagreements, first_difference
-from spmd._processes.copies import compare_replicas
 from spmd._processes.environment import Task, agreed, tasks
-from spmd.cluster._recorder import GATHER, end_now, leave, recorder, watch
+from spmd.cluster._recorder import GATHER, PATIENCE, end_now, leave, patiences, recorder, watch
 from spmd.errors import MeshError, SpmdError, is_int
 from spmd.mesh import use_cpu_devices
 
@@ -125,9 +125,9 @@ def initialize(
     process_id: int | None = None,
     *,
     cpu_devices: int | None = None,
-    check: bool = False,
+    compare: bool = True,
     ignore: Sequence[str | int] = (),
-    patience: float | None = 60,
+    patience: float | Mapping[str, float] | None = PATIENCE,
     on_hang: Callable[[str], int | None] | None = None,
     **options: Any,
 ) -> None:
@@ -151,18 +151,21 @@ def initialize(
       process_id: Which of them this is, from 0.
       cpu_devices: How many virtual CPU devices each process has, as by `use_cpu_devices`, which has to come before
         JAX's devices start. Where JAX_NUM_CPU_DEVICES is set, as by `launch --devices`, that number counts.
-      check: Whether to compare, from now on, what each process gives whole, keys and numbers too: in `shard`, in the
-        arguments of `init` and of kernels that are called outside `jit`. Each such call has an all-gather of one hash,
-        and takes the time to hash, about 1.4 ms for each MiB. In `from_process_local` the devices compare the copies.
-        The arguments of your own `jax.jit` are not seen: pass them through `shard`.
+      compare: Whether the processes compare by themselves, from now on, what has to be equal: in the background the
+        traced program of each kernel, at its first call, and the arguments of `init` with JAX's settings; and the
+        copies of a state before `save` writes it. Only hashes are sent. A run in which they differ ends with exit code
+        1, and says which rank differs. What a `jax.jit` of your own adds to kernels, `same_program` compares.
       ignore: Flags of the command whose values may differ between processes, or positions in `sys.argv`. Those that
         name a rank, a host or a port are never compared.
       patience: After how many seconds beyond the longest step so far a run in which nothing goes on ends. It says
-        which process stopped it, and at which line: one that sleeps, waits for a lock or for data, has taken another
-        branch, or does not answer. It counts from the second step on that `stopping` or `batches` sees. While a
-        process compiles, nobody is in a hurry. Where the process that the others wait for works on, or all wait for
-        devices other than CPUs, it is ten times as long. A process that does not answer at all is named after half of
-        it. None watches nothing, as for a debugger.
+        which process stopped it, and at which line: one that sleeps, waits for a lock, for data or for a disk, has
+        taken another branch, or does not answer. A loop that calls neither `stopping` nor `next(batches)` is told of
+        after three times as long, and ends then. While a process compiles, nobody is in a hurry. Where the process
+        that the others wait for works on, or all wait for devices other than CPUs, it is ten times as long. A start,
+        before any loop, is told of too, and may take sixty times as long. A process that does not answer at all is
+        named after half of it. A mapping sets them apart: `{"step": 60, "start": 3600, "compile": 3600, "save": 600,
+        "restore": 600}`.
+        None watches nothing, as for a debugger.
       on_hang: What to do then, in each process that answers: a function of the message. It returns the exit code, or
         None to go on. By default the exit code is 75. `cluster.remake` starts again with the processes that are left.
       **options: Further arguments of `jax.distributed.initialize`: `initialization_timeout` and
@@ -178,7 +181,7 @@ def initialize(
       >>> import spmd
       >>> spmd.cluster.initialize()  # alone: nothing happens
     """
-    given = _given(coordinator_address, num_processes, process_id)
+    given, limits = _given(coordinator_address, num_processes, process_id), patiences(patience)
     if jax.distributed.is_initialized():
         found = Task("jax.distributed", jax.process_index(), jax.process_count())
     else:
@@ -187,7 +190,7 @@ def initialize(
             _choose_devices(cpu_devices)
             return
         where = {} if found.detected else _address(found)
-        options = {**where, "heartbeat_timeout_seconds": max(int(patience or 0), 30), **options}
+        options = {**where, "heartbeat_timeout_seconds": max(int(limits["step"]), 30), **options}
         asked.watch_early()
         _join(found, options, cpu_devices)
         if asked.signal is not None:
@@ -195,10 +198,10 @@ def initialize(
     if jax.process_count() > 1:
         _end_at_once(jax.process_index(), jax.process_count())
         _compare(ignore)
-        compare_replicas(check)
+        facts.compare(compare)
         if patience is not None:
             host = _coordinator(found).rpartition(":")[0] or socket.getfqdn()  # nobody has to say it to process 0
-            watch(patience, on_hang, host)
+            watch(limits, on_hang, host)
 
 
 def same_program(lowered: Any) -> None:

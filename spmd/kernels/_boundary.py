@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from spmd import _compat
-from spmd._processes.copies import check_replicas, put
+from spmd._processes.copies import put
 from spmd.checker import check_body
 from spmd.comm._marks import mark, same_axes, tag_of
 from spmd.comm.planner import move
@@ -161,7 +161,6 @@ def arrived(plan: Plan, leaves: Sequence[Any]) -> list[Any]:
         plan.signature.fail("a jax.ShapeDtypeStruct has no values to run on.", advice=".trace(...) or .lower(...)")
     if plan.mode == "reference":
         return [x if lies_whole(x, plan.mesh) else made_whole(x, plan.mesh) for x in leaves]
-    check_replicas(zip(plan.paths, leaves, strict=True), plan.mesh, plan.signature.text)
     out = []
     for x, layout in zip(leaves, plan.layouts, strict=True):
         x = _brought(plan, x, layout) if plan.uneven else x

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from spmd import _compat
 from spmd._jaxprs.facts import Apart, KernelName, Leaf
 from spmd._jaxprs.walker import equations
-from spmd._processes.copies import compared
+from spmd._processes.facts import note_program
 from spmd._trees.leaves import held_dtype, is_array
 from spmd.checker import Trial, check_jaxpr, check_names, closed_rows, numbers_asked, tried
 from spmd.checker._arbiter import collecting, for_numbers, is_traced
@@ -118,7 +118,7 @@ class Plan:
         unmixed = mode == "explicit" or (mode == "auto" and not self.typed_axes)
         self.uneven = mode != "reference" and isinstance(mesh, Mesh) and uneven(self.sizes.values())
         # whether a warm call needs `jitted` alone
-        self.simple = unmixed and not (self._deviceless or self.uneven or compared(mesh))
+        self.simple = unmixed and not (self._deviceless or self.uneven)
         self._check_layouts()
         donated = self.donate if mode != "reference" else ()
         placed = tuple(self.leaves) if mode == "explicit" else ()
@@ -216,6 +216,7 @@ class Plan:
         return "off" if numbers_asked() == "off" else self.signature.check
 
     def _check(self, jaxpr: Any, leaves: Sequence[Any]) -> None:
+        note_program(self.signature.text, jaxpr, self.mesh)
         check_jaxpr(
             jaxpr,
             mesh_axes=tuple(self.sizes),

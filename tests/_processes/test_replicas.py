@@ -1,4 +1,6 @@
-"""What every process gives whole. Several processes compare it in `tests/cluster/programs.py`."""
+"""What every process gives whole, and what is noted to be compared; several processes do: `tests/cluster/test_comparison.py`."""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -6,9 +8,9 @@ import numpy as np
 import pytest
 
 import spmd
-from spmd._processes import copies as _replicas
-from spmd._processes.copies import check_parts, check_replicas, fingerprint
-from spmd.errors import PlacementError
+from spmd._processes import facts
+from spmd._processes.agreement import differences
+from spmd._processes.copies import fingerprint, takes_part
 
 VALUES = [
     np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -35,58 +37,77 @@ def test_other_values_shapes_and_dtypes_have_other_fingerprints():
 
 @pytest.fixture
 def several(monkeypatch, mesh):
-    """This process, made to believe that it compares with another one, which has other facts."""
-    monkeypatch.setattr(_replicas, "takes_part", lambda mesh: True)
-    monkeypatch.setattr(_replicas, "disagreements", lambda facts: [f"{name}: rank 1" for name in facts])
-    _replicas.compare_replicas(True)
+    """This process, made to believe that it is one of several."""
+    monkeypatch.setattr(facts, "takes_part", lambda mesh: True)
+    list(facts.noted())
     yield mesh
-    _replicas.compare_replicas(False)
+    list(facts.noted())
 
 
-def test_only_what_other_processes_have_themselves_is_compared(several):
+def said() -> list[dict[str, Any]]:
+    return [dict(found) for _, _, found in facts.noted()]
+
+
+def test_only_what_other_processes_have_themselves_is_noted(several):
     shape = jax.ShapeDtypeStruct((2,), "float32")
-    with pytest.raises(PlacementError) as caught:
-        check_replicas([("a", np.ones(2)), ("b", shape), ("c", 1.0)], several, "call")
-    assert "a: rank 1" in str(caught.value) and "c: rank 1" in str(caught.value) and "b:" not in str(caught.value)
-    check_replicas([("b", shape)], several, "call")
-    jax.jit(lambda x: [check_replicas([("a", np.ones(2))], several, "call"), x][1])(1.0)  # nothing waits in a trace
-    with pytest.raises(PlacementError, match="another global shape"):
-        check_parts([("x", jnp.ones(3))], "call")
+    facts.note_arguments("call", [("a", np.ones(2)), ("b", shape), ("c", 1.0)], several)
+    jax.jit(lambda x: [facts.note_arguments("call", [("d", x)], several), x][1])(1.0)
+    first, second = said()
+    assert list(first) == ["a", "c", "settings"] and list(second) == ["settings"]
+    facts.note_arguments("call", [("large", np.arange(2**20))], several)
+    facts.note_arguments("call", [("large", np.arange(2**20) + 1)], several)
+    one, other = said()
+    assert one != other
 
 
-def test_values_with_one_name_are_all_compared(several, monkeypatch):
-    """Keys of a tree that have one repr: the last one was compared, and no other."""
-    seen = []
-    monkeypatch.setattr(_replicas, "disagreements", lambda facts: seen.append(facts) or [])
-    monkeypatch.setattr(_replicas, "different_copies", lambda arrays: seen.append(arrays) or [])
-    check_replicas([("a", np.ones(2)), ("a", np.zeros(3)), ("b", 1.0)], several, "call")
-    assert list(seen[0]) == ["a", "a (2)", "b"] and len(set(seen[0].values())) == 3
-    check_parts([("a", jnp.ones(2)), ("a", jnp.zeros(3))], "call")
-    assert list(seen[1]) == ["a", "a (2)"] and list(seen[2]) == ["a", "a (2)"]
+def kernel_of(mesh: Any, factor: float, closed: Any = 0.0) -> Any:
+    return spmd.kernel("b/dp d -> b/dp d", mesh=mesh)(lambda x: factor * x + closed)
 
 
-@pytest.mark.parametrize("call", ["shard", "kernel", "warm kernel", "init", "parts"])
-def test_who_compares(several, call):
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, lambda f: jax.jit(jax.grad(lambda x: f(x).sum()))])
+def test_a_kernel_is_noted_at_its_first_call(several, wrap):
     x = np.ones((8, 4), np.float32)
-    double = spmd.kernel("b/dp d -> b/dp d", mesh=several)(lambda x: 2 * x)
-    if call == "warm kernel":
-        _replicas.compare_replicas(False)
-        double(jnp.asarray(x))
-        _replicas.compare_replicas(True)
-        double = spmd.kernel("b/dp d -> b/dp d", mesh=several)(lambda x: 2 * x)
-    calls = {
-        "shard": lambda: spmd.shard(x, "b/dp d", mesh=several),
-        "kernel": lambda: double(x),
-        "warm kernel": lambda: double(jnp.asarray(x)),
-        "init": lambda: spmd.init(lambda key: jax.random.normal(key, (8,)), "d/dp", mesh=several)(jax.random.key(0)),
-        "parts": lambda: spmd.from_process_local(x, "b/dp d", mesh=several),
-    }
-    with pytest.raises(PlacementError, match="rank 1"):
-        calls[call]()
-    _replicas.compare_replicas(False)
-    calls[call]()
+    for _ in range(2):
+        facts._times.clear()
+        call = wrap(kernel_of(several, 2.0))
+        call(x), call(x)
+    one, again = said()
+    assert one == again
+    wrap(kernel_of(several, 2.5))(x)
+    wrap(kernel_of(several, 2.0, np.arange(4.0)[None]))(x)
+    wrap(kernel_of(several, 2.0, np.arange(4.0)[None] + 1))(x)
+    assert len({f"{found}" for found in [one, *said()]}) == 4
 
 
-def test_one_process_compares_nothing(mesh):
-    assert not _replicas.takes_part(mesh)
-    spmd.from_process_local(np.ones((8, 4)), "b/dp d", mesh=mesh, check=True)
+def test_init_is_noted_and_off_is_off(several):
+    make = spmd.init(lambda key: jax.random.normal(key, (8,)), "d/dp", mesh=several)
+    make(jax.random.key(0)), make(jax.random.key(1))
+    one, other = said()
+    assert one != other and one["settings"] == other["settings"]
+    facts.compare(False)
+    try:
+        make(jax.random.key(0)), kernel_of(several, 2.0)(np.ones((8, 4), np.float32))
+        assert not said()
+    finally:
+        facts.compare(True)
+
+
+def test_two_kernels_of_one_name_are_told_apart(several):
+    facts._times.clear()
+    for factor, rows in ((2.0, 8), (3.0, 8), (4.0, 16)):
+        kernel_of(several, factor)(np.ones((rows, 4), np.float32))
+    names = [(name, which) for name, which, _ in facts.noted()]
+    assert len({name for name, _ in names}) == 1 and len(set(names)) == 3
+
+
+def test_facts_of_some_ranks_are_compared():
+    assert differences({1: {"program": "#1"}, 3: {"program": "#1"}}) == []
+    assert differences({1: {"program": "#1"}, 3: {"program": "#2"}}) == ['program: rank 1: "#1"; rank 3: "#2"']
+    [line] = differences({0: {"s": {"a": 1, "b": 2}}, 2: {"s": {"a": 1, "b": 2}}, 5: {"s": {"a": 1, "b": 3}}})
+    assert line == "s: b (rank 5) differ from the other processes'"
+
+
+def test_one_process_notes_nothing(mesh):
+    assert not takes_part(mesh)
+    kernel_of(mesh, 5.0)(np.ones((8, 4), np.float32))
+    assert not said()

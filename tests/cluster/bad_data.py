@@ -143,3 +143,10 @@ def a_source_that_ends(mesh):
             return next(iter([X[0]] if index == 0 else []))
 
     next(spmd.cluster.batches(Source(), "b/dp d", batch=2, shuffle=False, mesh=mesh))
+
+
+@bad
+def batches_that_are_closed(mesh):
+    with spmd.cluster.batches(X, "b/dp d", batch=2, mesh=mesh) as data:
+        next(data)
+    next(data)

@@ -69,6 +69,7 @@ bad(
     a_number_of_processes_without_a_rank=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2),
     a_rank_that_is_too_large=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2, process_id=2),
     processes_that_join_too_late=lambda mesh: spmd.cluster.initialize("localhost:1", num_processes=2, process_id=0),
+    a_patience_that_is_no_time=lambda mesh: spmd.cluster.initialize(patience={"steps": 60}),
     a_step_that_is_not_lowered=(
         lambda mesh: spmd.cluster.same_program(jnp.sin),
         lambda mesh: spmd.cluster.same_program(jax.jit(jnp.sin).lower(1.0)),

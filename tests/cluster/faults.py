@@ -26,9 +26,11 @@ from tests.cluster.harness import ROOT, Ended, end, join, joined
 from tests.pages import Part
 
 PROGRAM = "tests/cluster/disturbed.py"
-TABLE = Part(ROOT / "docs/pages/when-a-run-stops.md", "faults")
+PAGE = ROOT / "docs/pages/when-a-run-stops.md"
+TABLE, CAMPAIGN = Part(PAGE, "faults"), Part(PAGE, "random faults")
 PATIENCE = 5.0
 STEPS = 12
+JOIN = 20  # seconds in which all have to join
 GONE = "rank {who} does not answer"
 ENDED = "rank {who} on \\S+ has ended: "
 COORDINATOR = "rank 0, which has the coordinator of all, does not answer"
@@ -46,6 +48,7 @@ class Fault:
       who: The rank in which it happens.
       codes: The exit codes of the other processes.
       prefetch: Whether a thread reads ahead.
+      place: Where in the program it comes.
     """
 
     kind: str
@@ -55,6 +58,7 @@ class Fault:
     who: int = 1
     codes: tuple[int, ...] = (75,)
     prefetch: int = 0
+    place: str = "step"
 
     @property
     def name(self) -> str:
@@ -67,7 +71,16 @@ FAULTS = [
     Fault("lock", "a lock that nobody releases", "rank {who} on \\S+ is in `lock.acquire()`"),
     Fault("reader", "a reader that blocks", "rank {who} on \\S+ reads a batch in `os.read(", who=0),
     Fault("reader", "the same, read ahead by a thread", "rank {who} on \\S+ reads a batch in `next(data)`", prefetch=2),
+    Fault(
+        "silent",
+        "the disk of one process answers no call",
+        "rank {who} on \\S+ saves in `saved.save(|rank {who} on \\S+ saves in `os.read(",
+    ),
+    Fault("writer", "the same, while a thread writes", "rank {who} on \\S+ saves in `saved.\\w+("),
+    Fault("silent", "the same, of process 0", "rank {who} on \\S+ saves in `saved.save(", who=0),
     Fault("branch", "one process takes another branch", "wait for each other at different lines"),
+    Fault("fewer", "one process does fewer steps, and saves", "rank {who} on \\S+ .*`saved.save(.*, after step 4"),
+    Fault("less", "the same, and ends", "rank {who} on \\S+ has ended, after step 4"),
     Fault("exit", "`sys.exit` in one process", "rank {who} on \\S+ has ended"),
     Fault("stop", "a whole process stands still (SIGSTOP), or its host is gone", GONE, "p / 2 + 10"),
     Fault("stop", "the same, of process 0, which has JAX's coordinator", COORDINATOR, "p / 2 + 10", who=0),
@@ -80,6 +93,7 @@ FAULTS = [
     Fault("error", "an exception in the source of the data", ENDED + "OSError: the disk is gone", "10"),
     Fault("flip", "a bit flips in a copy", "device \\d+ \\(rank {who} on \\S+ differs from 3", "2", codes=(1,)),
     Fault("nan", "a number is not finite", "numbers of the state are not finite.*\\n.*'x'", "2", codes=(1,)),
+    Fault("batch", "a sample of one process is not finite", "rank {who} has read samples with such", "2", codes=(1,)),
     Fault("disk", "the disk is full in one process", "rank {who}: .*No space left", "2", codes=(1,)),
     Fault("term", "SIGTERM to one process", "done", "10", codes=(0,)),
     Fault("damage", "a file of the last checkpoint is damaged", "step \\d+ is damaged", "0", codes=(0,)),
@@ -123,7 +137,7 @@ class Start:
     @property
     def steps(self) -> dict[int, str]:
         """What process 0 says of each step; of those after a fault of numbers nothing, for they are done again."""
-        wrong = self.fault is not None and self.fault.kind in ("nan", "flip")
+        wrong = self.fault is not None and self.fault.kind in ("nan", "flip", "batch")
         found = steps_of(self.ended[0].out)
         return {step: said for step, said in found.items() if not wrong or step <= self.when}
 
@@ -138,7 +152,7 @@ def see(faults: Sequence[tuple[Fault, int]], *, count: int = 2, steps: int = STE
       every: After how many steps it saves, and compares copies.
     """
     with tempfile.TemporaryDirectory() as folder:
-        told = {"PATIENCE": str(PATIENCE), "FOLDER": f"{folder}/run", "EVERY": str(every)}
+        told = {"INITIALIZATION": str(JOIN), "PATIENCE": str(PATIENCE), "FOLDER": f"{folder}/run", "EVERY": str(every)}
         starts = []
         for fault, when in faults:
             ended, seconds = _provoked(fault, when, count, steps, every, told)
@@ -163,7 +177,7 @@ def _provoked(
     # a file is damaged when a run has ended; on a full disk a run goes on, and the failure of its last save is an error
     steps = {"damage": when, "disk": min(when + every + 1, steps)}.get(fault.kind, steps)
     command = [PROGRAM, fault.kind, str(fault.who), str(when), str(steps)]
-    processes = join([command] * count, [{**told, "PREFETCH": str(fault.prefetch)}] * count)
+    processes = join([command] * count, [{**told, "PREFETCH": str(fault.prefetch), "PLACE": fault.place}] * count)
     ended = {rank: end(one, since) for rank, one in enumerate(processes) if rank != fault.who}
     now = time.time()
     if fault.kind == "stop":
@@ -215,7 +229,7 @@ def _seen(start: Start, after: Start, right: dict[int, str]) -> Seen:
         wrong = f"it took {start.seconds:.1f} s, not {limit}"
     elif not set(codes) <= set(fault.codes):
         wrong = f"exit codes {codes}"
-    elif min(second, default=max(right) + 1) > max(first, default=0) + 1:
+    elif first and second and min(second) > max(first) + 1:
         wrong = f"it does not go on: {[one.err[-800:] for one in after.ended]}"
     elif any(said != right[step] for one in (first, second) for step, said in one.items()):
         wrong = "the losses or samples are not those of a run that nothing disturbed"
@@ -249,48 +263,78 @@ def row(fault: Fault, seen: Seen) -> str:
     return f"| {fault.what} | {limit} | {f'{seen.seconds:.1f} s' if seen.seconds else '-'} | {cell} | {seen.lost} |"
 
 
-IN_ONE_RUN = 8  # random faults
-KINDS = ["kill", "stop", "sleep", "raise", "disk", "damage", "flip", "nan", "network"]
+IN_ONE_RUN = 7  # random faults
+KINDS = ["kill", "stop", "sleep", "raise", "disk", "damage", "flip", "nan", "network", "batch", "silent", "writer"]
+ANYWHERE = ["kill", "stop", "sleep", "raise"]
+PLACES = ["step", "step", "import", "init", "restore", "compile", "data", "save", "end"]
+SLEEPS = "rank {who} on \\S+ .*`time.sleep"
+NEVER = "DEADLINE_EXCEEDED|Deadline Exceeded"  # JAX does not say who has not joined
 
 
-def drawn(kind: str, who: int) -> Fault:
-    """A fault of a kind in a process, among more than two of them on few cores."""
+def drawn(kind: str, who: int, place: str) -> Fault:
+    """A fault of a kind in a process and at a place, among more than two of them on few cores."""
     of_it = [one for one in FAULTS if one.kind == kind]
     base = next((one for one in of_it if one.who == who), of_it[0])
-    said, codes = base.said, base.codes
+    said, codes, limit = base.said, base.codes, {"2": "15", "10": "25"}.get(base.limit, f"{base.limit} + 10")
     if kind == "flip":
         said = "device \\d+ \\(rank {who} on \\S+ differs"
+    if kind == "sleep":
+        said = SLEEPS
+    if kind == "kill" and who:
+        said = f"{said}|rank {{who}} on \\S+ has ended"
     if kind in ("kill", "network", "raise") and who == 0:
         said = f"{said}|{COORDINATOR}|the leader task|Connection closed by peer"
     if kind in ("kill", "network", "raise", "stop"):
         codes = (75, 1)  # JAX may be the first to see it
+    if place in ("restore", "compile"):  # which have a patience of their own
+        limit = f"4 * p + {limit}"
+    if place in ("import", "init"):
+        said, codes, limit = NEVER, (1,), f"3 * {JOIN} + 25"
     codes = (*codes, -6)  # where process 0 ends first, JAX aborts the others
-    return replace(
-        base, said=said, who=who, codes=codes, limit={"2": "15", "10": "25"}.get(base.limit, f"{base.limit} + 10")
-    )
+    return replace(base, said=said, who=who, codes=codes, limit=limit, place=place)
 
 
-def at_random(number: int, seed: int, steps: int) -> int:
-    """That many random faults, up to eight of them in each run of two to eight processes; how many of them are not as
-    they should be."""
-    draw, bad, done = random.Random(seed), 0, 0
-    for count in itertools.cycle([2, 4, 8, 3]):
-        if done == number:
+def draw_run(draw: random.Random, several: int, count: int, steps: int, every: int) -> list[tuple[Fault, int]]:
+    """Faults of one run with their steps: each after another save than the one before it, and at most one at the end."""
+    apart, found = (steps - 2 * every) // several, []
+    for number in range(several):
+        place = draw.choice(PLACES[: None if number == several - 1 else -1])
+        kind = draw.choice(KINDS if place == "step" else ANYWHERE)
+        when = every + 1 + number * apart + draw.randrange(max(apart - 2 * every, 1))
+        found.append((drawn(kind, draw.randrange(count), place), when))
+    return found
+
+
+def at_random(number: int, seed: int, steps: int) -> tuple[int, list[str]]:
+    """That many random faults, several of them in each run of two or three processes: how many of them are not as they
+    should be, and the lines of a table."""
+    draw, seen, since = random.Random(seed), list[tuple[Fault, Seen]](), time.monotonic()
+    for count in itertools.cycle([2, 3]):
+        if len(seen) == number:
             break
-        several = min(IN_ONE_RUN, number - done, steps // 12)
         every = max(steps // 20, 2)
-        # the first comes when there are two checkpoints, and between two of them are steps that make a loop
-        gaps = sorted(draw.sample(range(every + 1, steps - 2 - 4 * several), several))
-        faults = [(drawn(draw.choice(KINDS), draw.randrange(count)), at + 4 * i) for i, at in enumerate(gaps)]
-        since = time.monotonic()
-        for (fault, when), seen in zip(faults, see(faults, count=count, steps=steps, every=every), strict=True):
-            bad += bool(seen.wrong)
-            where = f"{fault.kind} in {fault.who} of {count} at {when}"
-            print(f"{done}: {where}: {seen.seconds:.1f} s, {seen.lost} again. {seen.wrong}", flush=True)
-            done += 1
-        print(f"   {(time.monotonic() - since) / several:.1f} s for each of {several}", flush=True)
-    print(f"{bad} of {done} are not as they should be", flush=True)
-    return bad
+        several = min(IN_ONE_RUN, number - len(seen), max((steps - 2 * every) // (2 * every + 2), 1))
+        faults = draw_run(draw, several, count, steps, every)
+        for (fault, when), one in zip(faults, see(faults, count=count, steps=steps, every=every), strict=True):
+            where = f"{fault.kind} in {fault.who} of {count}, {fault.place} at {when}"
+            print(f"{len(seen)}: {where}: {one.seconds:.1f} s, {one.lost} again. {one.wrong}", flush=True)
+            seen.append((fault, one))
+        print(f"   {(time.monotonic() - since) / len(seen):.1f} s for each of {len(seen)}", flush=True)
+        print("\n".join(summary(seen, seed)), flush=True)
+    return sum(bool(one.wrong) for _, one in seen), summary(seen, seed)
+
+
+def summary(seen: Sequence[tuple[Fault, Seen]], seed: int) -> list[str]:
+    """What the page says of random faults: by place, how many were as they should be, and the longest time."""
+    bad = sum(bool(one.wrong) for _, one in seen)
+    rows = [f"{len(seen)} faults, seed {seed}: {len(seen) - bad} as they should be, {bad} not.", ""]
+    rows += ["| place | kinds | faults | not as they should be | seconds, at most |", "|---|---|---|---|---|"]
+    for place in dict.fromkeys(PLACES):
+        here = [(fault, one) for fault, one in seen if fault.place == place]
+        kinds = ", ".join(sorted({fault.kind for fault, _ in here}))
+        most = max((one.seconds for _, one in here), default=0.0)
+        rows.append(f"| {place} | {kinds} | {len(here)} | {sum(bool(one.wrong) for _, one in here)} | {most:.1f} |")
+    return rows
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -303,7 +347,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args(argv)
     if options.random:
-        return min(at_random(options.random, options.seed, options.steps), 1)
+        bad, lines = at_random(options.random, options.seed, options.steps)
+        if options.write:
+            CAMPAIGN.write("\n".join(lines))
+        return min(bad, 1)
     rows, bad = [], 0
     for fault in FAULTS:
         if not options.only or fault.name in options.only:

@@ -1,5 +1,7 @@
 """Bits that flip and numbers that are not finite are named, with host, device and array."""
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import spmd
 from spmd.cluster import guard
+from spmd.cluster._recorder import recorder
 from spmd.errors import SpmdError
 from tests.cluster.harness import joined
 from tests.sampler import rare
@@ -74,5 +77,23 @@ def test_in_several_processes_each_knows_who() -> None:
     found = joined([[FLIPPED]] * 2, timeout=60)
     for rank, one in enumerate(found):
         assert "['w'][0:8]: device 2 (rank 1 on " in one.out and "differs from 3 equal copies" in one.out, one
-        assert "rank 1: \"['w']\"" in one.out, one  # not finite, and only there
+        assert "['w']: rank 1" in one.out, one  # not finite, and only there
         assert one.code == 0 and f"rank {rank} is done" in one.out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_the_sample_that_is_not_finite_is_named(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number reaches all ranks by a sum; who has read it knows which sample it was."""
+    monkeypatch.setattr(recorder, "unsound", collections.deque(maxlen=3))
+    rows, mesh = np.ones((16, 4), jnp.dtype(dtype)), spmd.make_mesh(dp=4, tp=2)
+    rows[5, 1] = np.inf
+    data = spmd.cluster.batches(rows, "b/dp d", batch=4, shuffle=False, mesh=mesh, prefetch=0)
+    for _ in range(2):
+        batch = next(data)
+    loss = jax.jit(lambda x: jnp.sum(x.astype("complex64")))(batch)
+    with pytest.raises(SpmdError, match=r"'batch'(.|\n)*rank 0 has read samples with such numbers, the last: \[5\]"):
+        guard(0, {"loss": loss, "batch": batch})
+    recorder.unsound.clear()
+    integers = spmd.cluster.batches(np.arange(32).reshape(16, 2), "b/dp d", batch=4, mesh=mesh, prefetch=0)
+    guard(0, {"batch": next(integers)})
+    assert not recorder.unsound
