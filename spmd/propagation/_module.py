@@ -246,7 +246,7 @@ class Reading:
     block: Any = None  # of the program
     first: int = 0
     module: Any = None
-    _merged: list[Any] = field(default_factory=list)
+    _merged: list[tuple[Any, bool]] = field(default_factory=list)
     _known: dict[str, list[Place]] = field(default_factory=dict)
 
     def axes(self, text: str) -> tuple[Axis, ...]:
@@ -394,8 +394,8 @@ class Reading:
             () if user is None else numbers(user),
             scatters=sums and self._is_sliced(op.results[0], axes),
             beside=tuple(self._beside(around, axes, sums)),
-            sure=sums or not self._is_open(value, op.results[0]),
-            alike=1 + self._merged.count(op),
+            sure=sums or not (self._is_open(value, op.results[0]) or (op, True) in self._merged),
+            alike=1 + self._merged.count((op, False)),
         )
 
     def _note(
@@ -499,7 +499,7 @@ class Reading:
             return True  # of two arrays that lie differently one is moved, of more it may be any
         if name == "stablehlo.reshape":
             return name_of(chains[0][1][0]) == "sdy.all_to_all"
-        if name == "stablehlo.dot_general":
+        if name == _PRODUCT:
             return self._is_idle(op)
         return any(0 in typed(value).shape for value in op.operands) or name in _OWN_WAYS
 
@@ -614,7 +614,7 @@ class Reading:
         return source, tuple(Axis(a, n, 1, n) for a, n in self.sizes.items() if a in changed)
 
 
-_CALL = "stablehlo.custom_call"
+_CALL, _PRODUCT = "stablehlo.custom_call", "stablehlo.dot_general"
 _CARRIES = ("func.return", "stablehlo.return", "sdy.return", "stablehlo.while", "stablehlo.optimization_barrier")
 # What XLA divides in ways of its own: lookups, pieces, and transforms.
 _OWN_WAYS = ("stablehlo.gather", "stablehlo.scatter", "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice")
@@ -680,8 +680,9 @@ def _readers(value: Any) -> Iterator[tuple[Any, int]]:
             yield op, use.operand_number
 
 
-def _merge(op: Any) -> Iterator[Any]:
-    """Let moves of one value to one layout be one, as XLA does with most. For each that goes, give what stays."""
+def _merge(op: Any) -> Iterator[tuple[Any, bool]]:
+    """Let moves of one value to one layout be one, as XLA does. For each that goes, give what stays. A product may get
+    a move of its own: give that, and True."""
     for block in (block for region in op.regions for block in region.blocks):
         seen: dict[tuple[str, ...], list[Any]] = {}
         for one in [view.operation for view in block.operations]:
@@ -691,9 +692,11 @@ def _merge(op: Any) -> Iterator[Any]:
                 first = next((other for other in alike if other.operands[0] == one.operands[0]), None)
                 if first is None:
                     alike.append(one)
+                elif any(name_of(user) == _PRODUCT for user, _ in _readers(one.results[0])):
+                    yield one, True
                 else:
                     one.results[0].replace_all_uses_with(first.results[0])
-                    yield first
+                    yield first, False
             yield from _merge(one)
 
 
