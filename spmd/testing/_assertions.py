@@ -63,8 +63,8 @@ def assert_collectives(
         say, which needs no devices and is the same on every backend; "planned" for the compiler's plan of a program
         without kernels, as `spmd.propagate` gives it, which needs no devices either.
       at_most: Whether the numbers are upper limits.
-      open: Of the planned view, the bytes that a device may send in one call with all that the plan leaves open; None
-        where it must leave nothing open.
+      open: Of the planned view, the most bytes that a device may send in one call with all that the plan leaves open;
+        None where it must leave nothing open.
 
     Raises:
       Mismatch: The numbers differ, or the plan leaves more open. The message has both, and where each was written.
