@@ -483,7 +483,11 @@ _PASSES = (
     "sdy-propagation-pipeline",
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true})",
     "func.func(sdy-reshard-to-collectives)",
+    "func.func(sdy-populate-op-sharding-rules)",
 )
+# What XLA's partitioner gathers, though Shardy has a rule of it; and what no rule is known of where Shardy runs.
+READS_ALL = ("stablehlo.fft",) if jax.__version_info__ < (0, 12) else ()
+_NO_RULE = ("chlo.erf", "chlo.top_k") if jax.__version_info__ < (0, 12) else ("chlo.top_k",)
 
 
 def propagated(lowered: Any) -> Any:
@@ -560,27 +564,33 @@ _FACTORS = "ijklmnopqrst"
 
 
 def _rule(op: Any) -> str | None:
-    """The rule of an operation that Shardy does not know, because it is not of StableHLO. Most are elementwise."""
+    """The rule of an elementwise operation that Shardy does not know, because it is not of StableHLO."""
     name = operation_name(op)
-    if not name.startswith("chlo."):
+    if not name.startswith("chlo.") or name in _NO_RULE:
         return None
-    shapes = [[int(n) for n in re.findall(r"(\d+)x", str(value.type))] for value in (*op.operands, *op.results)]
-    if not shapes[0] or len(shapes[0]) > len(_FACTORS) - 1:
+    shape, *others = ([int(n) for n in re.findall(r"(\d+)x", str(v.type))] for v in (*op.operands, *op.results))
+    if not shape or len(shape) > len(_FACTORS) or any(other != shape for other in others):
         return None
-    last = len(shapes[0]) - 1
-    factors = dict(zip(_FACTORS, shapes[0], strict=False))
-    given, made = [list(factors)] * len(op.operands), [list(factors)] * len(op.results)
-    whole = ""
-    if name == "chlo.top_k":
-        new = _FACTORS[last + 1]
-        factors[new] = shapes[1][last]
-        made = [[*list(factors)[:last], new]] * 2
-        whole = f" need_replication={{{_FACTORS[last]}, {new}}}"
-    elif any(shape != shapes[0] for shape in shapes):
-        return None
-    sides = (", ".join(f"[{', '.join(one)}]" for one in side) for side in (given, made))
-    sizes = ", ".join(f"{factor}={size}" for factor, size in factors.items())
-    return f"#sdy.op_sharding_rule<{'->'.join(f'({side})' for side in sides)} {{{sizes}}}{whole}, custom>"
+    every = f"[{', '.join(_FACTORS[: len(shape)])}]"
+    sides = (", ".join([every] * len(side)) for side in (op.operands, op.results))
+    sizes = ", ".join(f"{factor}={size}" for factor, size in zip(_FACTORS, shape, strict=False))
+    return f"#sdy.op_sharding_rule<{'->'.join(f'({side})' for side in sides)} {{{sizes}}}, custom>"
+
+
+def relaid(op: Any, number: int, axes: str, lies: str, *, behind: bool = False) -> None:
+    """Let an operation take an operand gathered along these axes of each dimension, so that it lies like this. With
+    `behind`, let a slice of a result take its place."""
+    value = op.results[number] if behind else op.operands[number]
+    name, words = ("sdy.all_slice", "slicing_axes") if behind else ("sdy.all_gather", "gathering_axes")
+    uses = [(use.owner, use.operand_number) for use in value.uses] if behind else [(op, number)]
+    with op.context, op.location:
+        texts = {words: f"#sdy<list_of_axis_ref_lists[{axes}]>", "out_sharding": f"#sdy.sharding<{lies}>"}
+        attributes = {key: ir.Attribute.parse(text) for key, text in texts.items()}
+        made = ir.Operation.create(name, [value.type], [value], attributes=attributes, ip=ir.InsertionPoint(op))
+    if behind:
+        made.move_after(op)
+    for user, at in uses:
+        user.operands[at] = made.results[0]
 
 
 def in_scope(eqn: Any, name: str, params: dict[str, Any]) -> Any:

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from spmd._jaxprs import errors as jax_errors
 from spmd._jaxprs.facts import CallName, left_axes, left_text
+from spmd._jaxprs.lines import short_line
 from spmd._jaxprs.walker import equations
 from spmd._text import Line, Report, Row, Table, bytes_text, fields_of, html_page, seconds_text, si_text, wrapped
 from spmd._trees.arguments import explained
@@ -80,6 +81,11 @@ class Explanation(Report):
         found = communications(self.written, self.compiled, planned=self.plan is not None)
         return found if self.plan is None else with_plan(found, self.plan, self.compiled is not None, self.left or None)
 
+    @property
+    def open(self) -> tuple[Any, ...]:
+        """What the compiler's plan leaves open, where nothing was compiled: each a `spmd.propagation.Open`."""
+        return self.plan.open if self.plan is not None and self.compiled is None and not self.left else ()
+
     @functools.cached_property
     def time(self) -> Time | None:
         """Estimated seconds; None without `hardware`, or without the written view."""
@@ -122,7 +128,7 @@ class Explanation(Report):
         """Return plain values, for JSON."""
         names = "name mesh platform counts total_bytes exact collectives written compiled memory time plan missing"
         sent = sum(one.total_bytes for one in self.between_processes)
-        found = fields_of(self, *names.split(), "crossing", "hints", "left")
+        found = fields_of(self, *names.split(), "crossing", "hints", "left", "open")
         return {**found, "bytes_between_processes": sent}
 
     def table(self, width: int | None = None) -> str:
@@ -135,17 +141,18 @@ class Explanation(Report):
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
+        counts += f", open={len(self.open)}" if self.open else ""
         return f"Explanation({self.name}: {counts}, unwritten={len(self.unwritten)}, total_bytes={self.total_bytes})"
 
     def _repr_html_(self) -> str:
         shown = [table for table in (_sent_table(self), _costs(self)) if table.rows]
-        return html_page(_heading(self), shown, empty="" if self.collectives else "no collectives")
+        return html_page(_heading(self), shown, empty="" if self.collectives or self.open else "no collectives")
 
     def _lines(self, width: int) -> list[Line]:
         """A heading, what is sent, and what it costs."""
         width = max(width, 40)
         heading: list[Line] = [[(line, "bold")] for line in wrapped(_heading(self), width)]
-        empty: list[Line] = [] if self.collectives else [[("no collectives", "")]]
+        empty: list[Line] = [] if self.collectives or self.open else [[("no collectives", "")]]
         planned = [] if self.plan is None or self.left else self.plan.cost_lines(width)
         return [*heading, [("", "")], *planned, *empty, *_sent_table(self).lines(width), *_costs(self).lines(width)]
 
@@ -181,6 +188,12 @@ def _sent_table(it: Explanation) -> Table:
         sums = [*(_sum(it, ones, axes, "") for axes, ones in most), _sum(it, it.collectives)]
         sums += [_sum(it, it.between_processes, "between processes")] if it.crossing else []
         rows += _section("by axis", sums)
+    if it.open:
+        rest = (
+            Row(("?", axes_text(one.axes), "", "", "", short_line(one.where), one.operation), "", (str(one),))
+            for one in it.open
+        )
+        rows += _section("left open", [*rest, Row((it.plan.open_text,), "total")], "loud title")
     hinted = (Row(("psum", axes_text(one.axes), "", "", "", one.where, ""), "", (str(one),)) for one in it.hints)
     rows += _section("sums that may wait", hinted)
     rows += _section("left to the compiler", _text_rows(left_text(it.left)))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from spmd._compat import location_name, operations
+from spmd._compat import READS_ALL, location_name, operations, relaid
 from spmd._compat import operation_name as name_of
 from spmd._text import sent_bytes
 
@@ -30,6 +30,8 @@ SUMS = ("sdy.all_reduce", "sdy.reduce_scatter")
 _NUMBER = re.compile(r"#(\d+)(?=[/)]|$)")
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SHARDING = re.compile(r"<(?:@[\w.$-]+|mesh<[^>]*>), \[([^\]]*)\]([^<>]*)>")
+_PLACES = ("out_sharding", "sharding", "sdy.sharding", "out_shardings")
+_MESH = re.compile(r"<(@[\w.$-]+|mesh<[^>]*>), \[")
 _TENSOR = re.compile(r"tensor<((?:\d+x)*)(.+)>$")
 _UNREDUCED = re.compile(r"unreduced=(?:\w+)?\{([^}]*)\}")
 
@@ -50,6 +52,11 @@ class Axis(NamedTuple):
     size: int
     before: int
     whole: int
+
+    @property
+    def said(self) -> str:
+        """The axis as the module has it."""
+        return f'"{self.name}"' + ("" if self.size == self.whole else f":({self.before}){self.size}")
 
     @property
     def text(self) -> str:
@@ -100,6 +107,11 @@ class Typed(NamedTuple):
         parts = (math.prod(axis.size for axis in axes) for axes in place.dims)
         return tuple(-(-n // part) for n, part in zip(self.shape, parts, strict=True))
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of it."""
+        return self.width * math.prod(self.shape)
+
     def local_bytes(self, place: Place) -> int:
         """Bytes of one device's block."""
         return self.width * math.prod(self.local_shape(place))
@@ -144,6 +156,8 @@ class RawMove:
       part: Whether it is a slice of an input, such as the weights of one layer.
       scatters: Whether all that uses a sum keeps a slice along the same axes.
       beside: The operands that could be moved in its place.
+      sure: Whether the compiler is known to do this, and nothing else in its place.
+      alike: For how many operations it moves the value, each of which may get a move of its own.
     """
 
     kind: str
@@ -161,6 +175,8 @@ class RawMove:
     part: bool = False
     scatters: bool = False
     beside: tuple[Beside, ...] = ()
+    sure: bool = True
+    alike: int = 1
 
     @property
     def group_size(self) -> int:
@@ -170,6 +186,34 @@ class RawMove:
     def bytes(self) -> int:
         """Bytes that one device sends in one execution."""
         return sent_bytes(self.kind, self.type.local_bytes(self.source), self.group_size)
+
+    @property
+    def least(self) -> int:
+        """The least that it may send in one call: a loop may do once what no round changes, a sum may be scattered."""
+        return self.bytes * (1 if self.unchanging else self.count) // (2 if self.scatters else 1) if self.sure else 0
+
+    @property
+    def most(self) -> int | None:
+        """The most that it may send in one call: some compilers sum along one mesh axis after the other. None in a loop
+        of unknown length."""
+        if not self.exact and not self.branch:
+            return None
+        apart = [sent_bytes(self.kind, self.type.local_bytes(self.source), axis.size) for axis in self.axes]
+        return self.alike * self.count * (sum(apart) if self.kind == "psum" else self.bytes)
+
+
+class RawOpen(NamedTuple):
+    """An operation of which the plan does not say what the compiler sends for it.
+
+    Attributes:
+      number: The equation.
+      axes: The mesh axes that divide what it takes and gives.
+      most: The most that one device may send for it in one call; None where nothing bounds it.
+    """
+
+    number: Number
+    axes: tuple[Axis, ...]
+    most: int | None
 
 
 class _Site(NamedTuple):
@@ -186,6 +230,7 @@ class Reading:
 
     Attributes:
       moves: The changes of layout that send something, in the order of the program.
+      open: The operations of which it does not say what they send.
       places: For the number of an equation, the types and places of what it makes, in order.
       inputs: How the program's inputs lie.
       results: How its results lie.
@@ -194,12 +239,14 @@ class Reading:
     sizes: Mapping[str, int]
     lengths: Mapping[int, int]  # how often the loop runs that an equation is
     moves: list[RawMove] = field(default_factory=list)
+    open: list[RawOpen] = field(default_factory=list)
     places: dict[Number, list[tuple[Typed, Place]]] = field(default_factory=dict)
     inputs: list[Place] = field(default_factory=list)
     results: list[Place] = field(default_factory=list)
     block: Any = None  # of the program
     first: int = 0
     module: Any = None
+    _merged: list[tuple[Any, bool]] = field(default_factory=list)
     _known: dict[str, list[Place]] = field(default_factory=dict)
 
     def axes(self, text: str) -> tuple[Axis, ...]:
@@ -235,7 +282,7 @@ class Reading:
 
     def _of_result(self, op: Any, number: int) -> Place | None:
         attributes = op.attributes
-        for name in ("out_sharding", "sharding", "sdy.sharding", "out_shardings"):
+        for name in _PLACES:
             if name in attributes:
                 found = self.shardings(str(attributes[name]))
                 return found[number] if number < len(found) else None
@@ -277,9 +324,21 @@ class Reading:
                 if self.place(value) == self.place(op.results[0]):
                     op.results[0].replace_all_uses_with(value)
                     break
-        for op in reversed(moves):
+        for op in [one for one in moves if name_of(one) in SUMS]:
+            first = owner_of(op.operands[0])
+            if first is not None and name_of(first) == "sdy.all_reduce" and self._sums(first) == self._sums(op):
+                op.operands[0] = first.operands[
+                    0
+                ]  # Shardy sums the terms of a sum that types leave open, and their sum
+        self._gather(module)
+        self._merged += _merge(module.operation)
+        for op in reversed([one for one in operations(module.operation) if name_of(one) in _MOVES]):
             if not list(op.results[0].uses):
                 op.erase()
+
+    def _sums(self, op: Any) -> set[Axis]:
+        """The axes along which a collective sums."""
+        return set(self.before(op, name_of(op))[1])
 
     def _block(self, block: Any, site: _Site, skip: Number | None = None) -> None:
         for one in block.operations:
@@ -287,6 +346,8 @@ class Reading:
             name, number = name_of(op), numbers(op)
             if name in KINDS:
                 self._move(op, name, site)
+            elif name not in _MOVES:
+                self._own(op, name, number, site)
             if name in _ENTERED:
                 self._enter(op, name, number, site)
             if number != skip:
@@ -319,29 +380,164 @@ class Reading:
     def _move(self, op: Any, name: str, site: _Site) -> None:
         value, target = op.operands[0], self.place(op.results[0])
         source, axes = self.before(op, name)
-        if math.prod(axis.size for axis in axes) < 2:
+        maker, sums = owner_of(value), name in SUMS
+        if sums and maker is not None and _compares(maker):
             return
-        sums = name in SUMS
-        origin = self._origin(value, site.count > 1)
         user = None if sums else self._user(op.results[0])
-        moved = RawMove(
+        around = maker if sums else user if site.count > 1 else None
+        self._note(
             KINDS[name],
             axes,
-            typed(value),
-            source,
-            target,
-            site.count,
-            site.exact,
-            site.branch,
-            _maker(value),
+            value,
+            (source, target),
+            site,
             () if user is None else numbers(user),
-            origin.unchanging,
-            None if origin.sliced else origin.argument,
-            origin.argument is not None,
-            sums and self._is_sliced(op.results[0], axes),
-            tuple(self._beside(owner_of(value) if sums else user if site.count > 1 else None, axes, sums)),
+            scatters=sums and self._is_sliced(op.results[0], axes),
+            beside=tuple(self._beside(around, axes, sums)),
+            sure=sums or not (self._is_open(value, op.results[0]) or (op, True) in self._merged),
+            alike=1 + self._merged.count((op, False)),
         )
-        self.moves.append(moved)
+
+    def _note(
+        self,
+        kind: str,
+        axes: tuple[Axis, ...],
+        value: Any,
+        between: tuple[Place, Place],
+        site: _Site,
+        user: Number,
+        **more: Any,
+    ) -> None:
+        """Note that a value is moved, unless it stays on its device."""
+        if math.prod(axis.size for axis in axes) < 2:
+            return
+        origin = self._origin(value, site.count > 1)
+        where = (None if origin.sliced else origin.argument, origin.argument is not None)
+        ends = (_maker(value), user, origin.unchanging, *where)
+        self.moves.append(RawMove(kind, axes, typed(value), *between, *site, *ends, **more))
+
+    # --- what no collective of the module says ------------------------------------------------------------
+
+    def _own(self, op: Any, name: str, number: Number, site: _Site) -> None:
+        """Note what the compiler sends for an operation by rules of its own, or may send."""
+        rule = factors_of(op)
+        if rule and _compares(op):  # each device gets what every other found
+            axes = self._divided(op, rule, rule.reduced)
+            for value in op.results:
+                place = self.place(value)
+                self._note("all_gather", axes, value, (Place(place.dims, axes), place), site, number)
+        elif name == _CALL and "CustomSPMDPartitioning" in str(op.attributes["call_target_name"]):
+            if axes := self._axes_of(op.operands):
+                self.open.append(RawOpen(number, axes, None))
+        elif found := [value for i, value in enumerate(op.operands) if self._loose(op, i)]:
+            most = sum(map(self._most, found))
+            self.open.append(RawOpen(number, self._axes_of(found), most * site.count))
+
+    def _is_open(self, before: Any, behind: Any) -> bool:
+        """Return whether it is open what makes or takes a value that is moved."""
+        root = self._chain(before)[0]
+        owner = owner_of(root)
+        made = [] if owner is None or name_of(owner) in _CARRIES else [(owner, i) for i in range(len(owner.operands))]
+        return any(self._loose(*one) for one in itertools.chain(_readers(behind), made[:1]))
+
+    def _gather(self, module: Any) -> None:
+        """Gather what XLA gathers for operations that it cannot divide: for a call with a rule, all that the rule does
+        not pass on; for others all, and a slice is kept of what they give."""
+        for op in list(operations(module.operation)):
+            name, rule = name_of(op), factors_of(op)
+            lie = [self.place(value) for value in (*op.operands, *op.results)]
+            alike = name != _CALL and len({place.dims for place in lie}) == 1 and len(op.results) == 1
+            if (name != _CALL and not name.startswith("chlo.")) or alike:  # it lies as others ask of the result
+                continue
+            for i, place in enumerate(lie):
+                behind = i - len(op.operands)
+                if rule and behind >= 0:
+                    continue
+                labels = rule.operands[i] if rule else [None] * len(place.dims)
+                named = zip(place.dims, labels, strict=True)
+                kept = [bool(rule and label is not None and label <= rule.passed) for _, label in named]
+                gone, left = (
+                    ", ".join(
+                        "{" + ", ".join(axis.said for axis in axes if keep is which) + "}"
+                        for axes, keep in zip(place.dims, kept, strict=True)
+                    )
+                    for which in (False, True)
+                )
+                if '"' in gone and behind < 0:
+                    relaid(op, i, gone, f"{self._mesh_of(op.operands[i])}, [{left}]")
+                elif '"' in gone:
+                    relaid(op, behind, gone, f"{self._mesh_of(op.results[behind])}, [{gone}]", behind=True)
+            if rule is None and "sdy.sharding" in op.attributes:
+                del op.attributes["sdy.sharding"]
+
+    def _mesh_of(self, value: Any) -> str:
+        """How the module calls the mesh that divides a value."""
+        owner = value.owner
+        said = _parent(value) if hasattr(owner, "operations") else operation(owner)
+        texts = [str(said.attributes[key]) for key in (*_PLACES, "arg_attrs") if key in said.attributes]
+        return next(found[1] for found in map(_MESH.search, texts) if found)
+
+    def _loose(self, op: Any, number: int) -> bool:
+        """Return whether the compiler may send something else for this operand of an operation than the plan says.
+
+        It does so along dimensions whose elements change places, where the plan moves a value in several steps, for
+        lookups and pieces, and for products that leave mesh axes without work."""
+        name = name_of(op)
+        _, sent, sliced = self._chain(op.operands[number])
+        if name in _CARRIES:
+            return len(sent) > 1 or bool(sent and sliced)
+        rule = factors_of(op)
+        if (rule and self._divided(op, rule, rule.permuted)) or (name in READS_ALL and self._axes_of(op.operands)):
+            return True
+        chains = [self._chain(value) for value in op.operands]
+        if not any(sent for _, sent, _ in chains):
+            return False
+        if any(len(sent) > 1 or (sent and sliced) for _, sent, sliced in chains):
+            return True
+        lie = [self.place(root).dims for root, _, _ in chains if typed(root).shape]
+        if len(lie) > 2 and len(set(lie)) > 1:
+            return True  # of two arrays that lie differently one is moved, of more it may be any
+        if name == "stablehlo.reshape":
+            return name_of(chains[0][1][0]) == "sdy.all_to_all"
+        if name == _PRODUCT:
+            return self._is_idle(op)
+        return any(0 in typed(value).shape for value in op.operands) or name in _OWN_WAYS
+
+    def _chain(self, value: Any) -> tuple[Any, list[Any], bool]:
+        """Return what a value was before it was moved, the collectives that moved it, and whether it was cut, too."""
+        sent: list[Any] = []
+        sliced = False
+        while (owner := owner_of(value)) is not None and (name := name_of(owner)) in _MOVES and name not in SUMS:
+            sent += [owner] if name in KINDS else []
+            sliced = sliced or name == "sdy.all_slice"
+            value = owner.operands[0]
+        return value, sent, sliced
+
+    def _axes_of(self, values: Sequence[Any]) -> tuple[Axis, ...]:
+        """The axes that divide values before they are moved."""
+        places = [self.place(self._chain(value)[0]) for value in values]
+        return tuple(dict.fromkeys(itertools.chain(*(axes for place in places for axes in place.dims))))
+
+    def _is_idle(self, op: Any) -> bool:
+        """Return whether some mesh axis divides neither what an operation takes nor what it gives."""
+        places = [self.place(op.results[0])]
+        used = {axis.name for axis in (*self._axes_of(op.operands), *itertools.chain(*places[0].dims))}
+        return any(size > 1 and name not in used for name, size in self.sizes.items())
+
+    def _divided(self, op: Any, rule: Factors, factors: frozenset[str]) -> tuple[Axis, ...]:
+        """The axes that divide an operation along these factors."""
+        sides = zip((*rule.operands, *rule.results), (*op.operands, *op.results), strict=True)
+        found = [zip(labels, self.place(value).dims, strict=True) for labels, value in sides] if factors else []
+        return tuple(dict.fromkeys(axis for dims in found for label, axes in dims if label & factors for axis in axes))
+
+    def _most(self, value: Any) -> int:
+        """The most that one device may send for an operand: all of it is gathered. What the plan moves may first be
+        laid over all devices."""
+        root, sent, _ = self._chain(value)
+        place = self.place(root)
+        block = typed(root).local_bytes(place)
+        gathered = sent_bytes("all_gather", block, math.prod(axis.size for axes in place.dims for axis in axes))
+        return block + typed(root).bytes if sent else gathered
 
     def _user(self, value: Any) -> Any:
         """Return what first uses a value, behind the changes of its layout, and the slices that a loop takes."""
@@ -418,9 +614,90 @@ class Reading:
         return source, tuple(Axis(a, n, 1, n) for a, n in self.sizes.items() if a in changed)
 
 
+_CALL, _PRODUCT = "stablehlo.custom_call", "stablehlo.dot_general"
+_CARRIES = ("func.return", "stablehlo.return", "sdy.return", "stablehlo.while", "stablehlo.optimization_barrier")
+# What XLA divides in ways of its own: lookups, pieces, and transforms.
+_OWN_WAYS = ("stablehlo.gather", "stablehlo.scatter", "stablehlo.dynamic_slice", "stablehlo.dynamic_update_slice")
+_OWN_WAYS += ("stablehlo.fft", "stablehlo.select_and_scatter")
 _SAID = ("gathering_axes", "params", "reduction_axes", "reduce_scatter_axes")
+_TOLD = (*_SAID, "slicing_axes", "out_sharding", "sharding")
 _PARAM = re.compile(r"\{([^}]*)\}: ?(\d+) ?-> ?(\d+)")
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.if", "sdy.manual_computation", "sdy.named_computation")
+
+
+class Factors(NamedTuple):
+    """Shardy's rule of an operation: a dimension of what it takes or gives is made of factors.
+
+    Attributes:
+      operands: For each operand the factors of each dimension.
+      results: The same of the results.
+      reduced: The factors that go.
+      permuted: Those along which elements change places, or meet their neighbours.
+    """
+
+    operands: tuple[tuple[frozenset[str], ...], ...]
+    results: tuple[tuple[frozenset[str], ...], ...]
+    reduced: frozenset[str]
+    permuted: frozenset[str]
+
+    @property
+    def passed(self) -> frozenset[str]:
+        """The factors of results."""
+        return frozenset[str]().union(*(label for labels in self.results for label in labels))
+
+
+def factors_of(op: Any) -> Factors | None:
+    """The rule of an operation, if it has one."""
+    name = "sdy.sharding_rule"
+    return _factors(str(op.attributes[name])) if name in op.attributes else None
+
+
+@functools.lru_cache(1024)
+def _factors(text: str) -> Factors:
+    operands, results = (
+        tuple(tuple(frozenset(_FACTOR.findall(dim)) for dim in one.split(", ") if dim) for one in found)
+        for found in (re.findall(r"\[([^\]]*)\]", side) for side in text.partition("{")[0].split("->"))
+    )
+    told = {name: frozenset(_FACTOR.findall(said)) for name, said in re.findall(r"(\w+)=\{([^}]*)\}", text)}
+    return Factors(operands, results, told.get("reduction", frozenset()), told.get("permutation", frozenset()))
+
+
+_FACTOR = re.compile(r"[a-z](?:_\d+)?")
+
+
+def _compares(op: Any) -> bool:
+    """Return whether an operation reduces several arrays together, as one that finds a position does."""
+    return name_of(op) == "stablehlo.reduce" and len(op.results) > 1
+
+
+def _readers(value: Any) -> Iterator[tuple[Any, int]]:
+    """What uses a value behind the changes of its layout, and as which operand."""
+    for use in value.uses:
+        op = operation(use.owner)
+        if name_of(op) in _MOVES:
+            yield from _readers(op.results[0])
+        else:
+            yield op, use.operand_number
+
+
+def _merge(op: Any) -> Iterator[tuple[Any, bool]]:
+    """Let moves of one value to one layout be one, as XLA does. For each that goes, give what stays. A product may get
+    a move of its own: give that, and True."""
+    for block in (block for region in op.regions for block in region.blocks):
+        seen: dict[tuple[str, ...], list[Any]] = {}
+        for one in [view.operation for view in block.operations]:
+            if name_of(one) in _MOVES:
+                said = [str(one.attributes[key]) for key in _TOLD if key in one.attributes]
+                alike = seen.setdefault((name_of(one), *said), [])
+                first = next((other for other in alike if other.operands[0] == one.operands[0]), None)
+                if first is None:
+                    alike.append(one)
+                elif any(name_of(user) == _PRODUCT for user, _ in _readers(one.results[0])):
+                    yield one, True
+                else:
+                    one.results[0].replace_all_uses_with(first.results[0])
+                    yield first, False
+            yield from _merge(one)
 
 
 def operation(view: Any) -> Any:

@@ -17,8 +17,7 @@ from spmd._jaxprs.primitives import PRIMITIVES, UNKNOWN
 from spmd._jaxprs.walker import Domain, Equation, Held, Rule, call_of, opened, shape_of, walk
 from spmd._text import bytes_text, fields_of
 from spmd.checker._names import Labels
-from spmd.checker._state import Axes, State, axes_of_dim, plain
-from spmd.checker._table import MOVES, TABLE
+from spmd.checker._state import State, plain
 from spmd.inspect._program import of_sharding
 from spmd.inspect._recorded import Names, Path, Recording, States, inferred_text
 from spmd.language import Layout
@@ -117,40 +116,17 @@ def _named_by(eqn: Equation) -> Layout | None:
 
 
 class Places(Recording):
-    """How each value lies outside of every `shard_map`, as the module says.
-
-    Attributes:
-      open: Equations that work along a dimension which the module leaves divided, by their number, what they do, and
-        the axes that divide it; with the equations around each.
-    """
+    """How each value lies outside of every `shard_map`, as the module says."""
 
     def __init__(self, reading: Reading, equations: Sequence[Any]) -> None:
         super().__init__()
         self._places = reading.places
         self._number = {id(eqn): i for i, eqn in enumerate(equations)}
-        sums = {move.maker for move in reading.moves if move.kind == "psum"}
-        self._moved = {move.user for move in reading.moves} | sums
-        self.open: dict[tuple[Number, str, Axes], Sequence[Any]] = {}
 
     def keep(self, eqn: Equation, operands: Sequence[Any], outs: Sequence[Any]) -> Sequence[State | None]:
         number = tuple(self._number[i] for i in (*self.path, id(eqn)))
         found = _fitted(eqn.outvars, self._places.get(number, ()))
-        self._left_open(eqn, number, operands)
         return super().keep(eqn, operands, [old if new is None else new for new, old in zip(found, outs, strict=True)])
-
-    def _left_open(self, eqn: Equation, number: Number, operands: Sequence[State | None]) -> None:
-        name = eqn.primitive.name
-        entry = TABLE.get(name)
-        if entry is None or number in self._moved:
-            return
-        m = entry.map(eqn)
-        for labels, operand in zip(m.operands, operands, strict=False):
-            for label, dim in zip(labels, operand.dims if operand else (), strict=False):
-                kind = None if label is None else m.whole.get(label, m.reduced.get(label))
-                if not kind or kind in MOVES or (label not in m.whole and kind != "position"):
-                    continue
-                if axes := axes_of_dim(dim):
-                    self.open[number, kind, axes] = [*self.callers, eqn]
 
     def mapped(self, eqn: Equation, part: Held, operands: Sequence[Any]) -> Sequence[State | None]:
         return [None] * len(eqn.outvars)  # the body's own walk says how values lie there
@@ -388,6 +364,8 @@ class Reader:
             along = ", ".join(axis.text for axis in raw.axes)
             kept = "; only a slice of it is kept, so some compilers make a psum_scatter of it" if raw.scatters else ""
             return f"{name or 'the result'} adds up what is divided over {along}{self._asked_sum(eqn)}{kept}"
+        if raw.source.partial and not raw.target.partial:
+            return f"{name} compares what each device has found over {', '.join(axis.text for axis in raw.axes)}"
         if name in _ASKED:
             return {"shard_map": "the specs of a shard_map ask for it"}.get(name, f"a {name} asks for it")
         if not raw.user:

@@ -23,8 +23,8 @@ from spmd._trees.leaves import is_array
 from spmd.checker import Finding
 from spmd.checker._dataflow import walk_closed
 from spmd.errors import LayoutError, MeshError, SpmdError
-from spmd.inspect._check import listing
 from spmd.inspect._collectives import axes_text, by_part, counts_by_kind, grouped
+from spmd.inspect._listing import listing
 from spmd.inspect._program import check_mesh, is_input, meshes_of_jaxpr, names_of_inputs, of_arrays, stage, under
 from spmd.inspect._recorded import States
 from spmd.inspect._source import Source
@@ -42,23 +42,29 @@ _NOTHING_ASKED: Asks = {}
 
 @dataclass(frozen=True)
 class Open:
-    """An operation along a dimension that the plan leaves divided.
+    """An operation of which the plan does not say what the compiler sends for it.
 
     Attributes:
       where: `file:line (function)`, the user's line.
       operation: The primitive, `cumsum`.
-      kind: What it does there, as the checker calls it: "scan", "flip", "slice", "stencil".
-      axes: The mesh axes that divide the dimension.
+      kind: "open", the compiler chooses later; "opaque", it runs code of the user's own to divide the operation.
+      axes: The mesh axes that divide what it takes.
+      least: The least that one device sends for it in one call.
+      most: The most; None where nothing is known of it.
     """
 
     where: LineName
     operation: str
     kind: str
     axes: tuple[str, ...]
+    least: int
+    most: int | None
 
     def __str__(self) -> str:
-        along = ", ".join(self.axes)
-        return f"{self.operation} works along a dimension that {along} divides; the plan does not say what that sends"
+        lies = f"{self.operation} takes what lies over {', '.join(self.axes)}"
+        if self.most is None:
+            return f"{lies}, and divides it by code of its own; the plan cannot say what that sends"
+        return f"{lies}, and the compiler decides later what to send: at most {bytes_text(self.most)}"
 
 
 class Propagation(Report):
@@ -143,13 +149,42 @@ class Propagation(Report):
 
     @functools.cached_property
     def open(self) -> tuple[Open, ...]:
-        """What the plan does not say: operations along a dimension that it leaves divided, such as a cumulative sum.
-        The compiler must send something there, and no pass before it says what."""
-        found: dict[tuple[str, str], Open] = {}
-        for (_, what, axes), (*callers, eqn) in self._places.open.items():
-            one = Open(line_of(eqn, callers), eqn.primitive.name, what, axes)
-            found.setdefault((one.where, str(one)), one)
-        return tuple(found.values())
+        """What the plan does not say: operations for which the compiler must send something and no pass before it says
+        what, such as a cumulative sum along a divided dimension; and those for which it may choose another way."""
+        found: dict[tuple[LineName, str, tuple[str, ...]], list[int | None]] = {}
+        for one in self.reading.open:
+            *callers, eqn = [self.traced.equations[i] for i in one.number] or [None]
+            name = "the result" if eqn is None else eqn.primitive.name
+            where = LineName("") if eqn is None else line_of(eqn, callers)
+            found.setdefault((where, name, tuple(axis.text for axis in one.axes)), []).append(one.most)
+        told = []
+        for (where, name, axes), bounds in found.items():
+            known = [one for one in bounds if one is not None]
+            kind, most = ("open", sum(known)) if len(known) == len(bounds) else ("opaque", None)
+            told.append(Open(where, name, kind, axes, 0, most))
+        return tuple(told)
+
+    @property
+    def least_bytes(self) -> int:
+        """The least that one device may send in one call."""
+        return sum(one.least for one in self.reading.moves)
+
+    @property
+    def most_bytes(self) -> int | None:
+        """The most that one device may send in one call; None where something is opaque, or in a loop of
+        unknown length."""
+        bounds = [one.most for one in (*self.reading.moves, *self.reading.open)]
+        known = [one for one in bounds if one is not None]
+        return sum(known) if len(known) == len(bounds) else None
+
+    @property
+    def open_text(self) -> str:
+        """What open items make of the total; empty where there is none."""
+        if not self.open:
+            return ""
+        most = "no bound is known" if self.most_bytes is None else f"at most {bytes_text(self.most_bytes)}"
+        several = "s" * (len(self.open) > 1)
+        return f"with {len(self.open)} open item{several}: at least {bytes_text(self.least_bytes)}, {most}"
 
     @functools.cached_property
     def costs(self) -> tuple[Cost, ...]:
@@ -216,8 +251,8 @@ class Propagation(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, for JSON."""
-        names = ["name", "mesh", "counts", "total_bytes", "exact", "costs", "moves"]
-        opened = [{"text": str(one), **fields_of(one, "where", "axes")} for one in self.open]
+        names = ["name", "mesh", "counts", "total_bytes", "least_bytes", "most_bytes", "exact", "costs", "moves"]
+        opened = [{"text": str(one), **fields_of(one)} for one in self.open]
         return {**fields_of(self, *names), "open": opened}
 
     def table(self, width: int | None = None) -> str:
@@ -240,7 +275,8 @@ class Propagation(Report):
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{kind}={count}" for kind, count in self.counts.items()) or "no collectives"
-        return f"Propagation({self.name}: {counts}, total_bytes={self.total_bytes})"
+        left = f", open={len(self.open)}" if self.open else ""
+        return f"Propagation({self.name}: {counts}, total_bytes={self.total_bytes}{left})"
 
     def _repr_html_(self) -> str:
         return html_page(_heading(self), [_table(self)] if self._says else [], empty="" if self._says else _NOTHING)
@@ -276,7 +312,8 @@ def _table(it: Propagation) -> Table:
         rows += [Row(("left open",), "loud title")]
         rows += [Row(("?", "", "", "", short_line(one.where), one.operation), "", (str(one),)) for one in it.open]
     total = ("total", "", str(sum(one.count for one in it.moves)), bytes_text(it.total_bytes), "", "")
-    return Table([*rows, Row(total, "total")], _HEAD, right=(2, 3), below=(4, 5), indent=2)
+    remarks = (it.open_text,) if it.open else ()
+    return Table([*rows, Row(total, "total", remarks)], _HEAD, right=(2, 3), below=(4, 5), indent=2)
 
 
 def _row(ones: Sequence[Move]) -> Row:

@@ -46,6 +46,7 @@ def assert_collectives(
     mesh: Any = None,
     view: Literal["compiled", "written", "planned"] = "compiled",
     at_most: bool = False,
+    open: int | None = None,  # noqa: A002 - what the plan calls it
 ) -> None:
     """Assert which collectives a program runs, over which mesh axes, how often, and with how many bytes.
 
@@ -62,9 +63,11 @@ def assert_collectives(
         say, which needs no devices and is the same on every backend; "planned" for the compiler's plan of a program
         without kernels, as `spmd.propagate` gives it, which needs no devices either.
       at_most: Whether the numbers are upper limits.
+      open: Of the planned view, the most bytes that a device may send in one call with all that the plan leaves open;
+        None where it must leave nothing open.
 
     Raises:
-      Mismatch: The numbers differ. The message has both, and where each such collective was written.
+      Mismatch: The numbers differ, or the plan leaves more open. The message has both, and where each was written.
       SpmdError: A kind or a view is not known, or something is not a number.
       MeshError: The mesh lacks an axis, or has no devices for the compiled view.
 
@@ -79,7 +82,11 @@ def assert_collectives(
     """
     if bytes is not None and (fault := not_int("bytes, what one device may send,", bytes, 0)):
         raise SpmdError(fault, call="assert_collectives(...)", advice="as in bytes=768")
+    if open is not None and (fault := not_int("open, what one device may send with what is left open,", open, 0)):
+        raise SpmdError(fault, call="assert_collectives(...)", advice="as in open=1536")
     found = _explained("assert_collectives", fn, args, mesh, view)
+    if view == "planned":
+        _check_open(found, open)
     wanted = _expected_times(expected, found)
     got = _times_and_bytes(found, view)
     together = {kind for kind, axes in wanted if axes == "*"}
@@ -104,6 +111,20 @@ def assert_collectives(
     lines = [f"{found.name or 'the program'} does not send what the test says.", _beside(rows, limit, view)]
     kinds = {(kind, axes) for kind, axes in wrong} or set(got)
     lines += _origins(found, view, kinds)
+    raise Mismatch("\n".join(lines))
+
+
+def _check_open(found: Explanation, limit: int | None) -> None:
+    """Compare what the plan leaves open with what a test allows."""
+    plan = found.plan
+    if not plan.open or (limit is not None and plan.most_bytes is not None and plan.most_bytes <= limit):
+        return
+    said = "allows nothing open" if limit is None else f"allows {bytes_text(limit)}"
+    lines = [f"{found.name or 'the program'} is planned {plan.open_text}, and the test {said}."]
+    lines += [f"{one.where or '-'}: {one}" for one in plan.open]
+    lines += (
+        [] if plan.most_bytes is None else [f"write open={plan.most_bytes}, or compile the program for its devices"]
+    )
     raise Mismatch("\n".join(lines))
 
 

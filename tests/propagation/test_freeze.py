@@ -273,7 +273,6 @@ def test_a_kernel_in_auto_mode_is_frozen_with_its_names(mesh):
         (lambda x: jnp.linalg.cholesky(x.T @ x), ("b/dp d",), "an operation custom_call"),
         (lambda x: jnp.cumprod(x, 0), ("b/dp d",), "that dp divides"),
         (lambda t, ids: t[ids, ids], ("v/tp d", "n"), "a lookup along a dimension that tp divides"),
-        (lambda x: jax.lax.top_k(x, 2)[0], ("b d/tp",), "along a dimension that tp divides"),
     ],
 )
 def test_what_is_not_written_yet(mesh, fn, layouts, told):

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import spmd
 from spmd import Layout, propagate
@@ -97,12 +98,73 @@ def test_a_budget_of_a_kernel_has_no_plan():
         assert_collectives(body, at("b/dp d"), {"psum": 1}, view="planned")
 
 
-def test_what_is_left_open_is_said():
+def test_what_is_left_open_is_said_and_counted():
     plan = propagate(lambda x: jnp.cumsum(x, 0), *at("b/dp d"))
     [one] = plan.open
-    assert (one.operation, one.kind, one.axes, plan.moves) == ("cumsum", "scan", ("dp",), ())
-    assert "left open" in str(plan) and plan.to_dict()["open"]
+    assert (one.operation, one.kind, one.axes, plan.moves) == ("cumsum", "open", ("dp",), ())
+    assert (one.least, one.most, plan.total_bytes, plan.least_bytes, plan.most_bytes) == (0, 1024, 0, 0, 1024)
+    assert "left open" in str(plan) and "with 1 open item: at least 0 B, at most 1 KiB" in " ".join(str(plan).split())
+    assert plan.to_dict()["open"] and "open=1" in repr(plan)
     assert propagate(lambda x: jnp.cumsum(x, 1), *at("b/dp d")).open == ()
+
+
+def test_explain_and_check_name_what_is_left_open():
+    args = at("b/dp d")
+    report = spmd.explain(lambda x: jnp.roll(x, 1, 0), *args)
+    assert {one.operation for one in report.open} == {"slice", "concatenate"} and report.to_dict()["open"]
+    assert "no collectives" not in str(report) and "open items: at least 0 B" in str(report)
+    found = spmd.check(lambda x: jnp.cumsum(x, 0), *args)
+    assert not found and "cumsum takes what lies over dp" in str(found)
+    assert "takes" not in str(spmd.check(lambda x: jnp.cumsum(x, 1), *args))
+
+
+def test_a_planned_budget_is_told_what_is_open():
+    for program in (lambda x: jnp.cumsum(x, 0), lambda x: jnp.roll(x, 1, 0)):
+        most = propagate(program, *at("b/dp d")).most_bytes
+        with pytest.raises(Mismatch, match=f"allows nothing open(.|\n)*write open={most}"):
+            assert_collectives(program, at("b/dp d"), {}, view="planned")
+        with pytest.raises(Mismatch, match="the test allows"):
+            assert_collectives(program, at("b/dp d"), {}, view="planned", open=most - 1)
+        assert_collectives(program, at("b/dp d"), {}, view="planned", open=most)
+    with pytest.raises(SpmdError, match="open=1536"):
+        assert_collectives(mlp, at(*MLP), {}, view="planned", open="many")
+
+
+def test_what_divides_by_code_of_its_own_is_opaque(mesh):
+    @custom_partitioning
+    def own(x):
+        return jnp.sin(x)
+
+    own.def_partition(None, None, sharding_rule="i j -> i j")
+    x = struct(mesh, "b/dp d")
+    plan = propagate(own, x)
+    assert [(one.kind, one.least, one.most) for one in plan.open] == [("opaque", 0, None)]
+    assert plan.most_bytes is None and "no bound is known" in str(plan)
+    with pytest.raises(Mismatch, match="code of its own"):
+        assert_collectives(own, (x,), {}, view="planned", open=10**9)
+
+
+def test_a_sum_that_types_leave_open_is_counted_once(mesh):
+    typed = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
+    place = lambda *dims, **more: jax.NamedSharding(typed, jax.P(*dims, **more))
+
+    def program(x, w):
+        y = jnp.einsum("bd,df->bf", x, w, out_sharding=place("dp", None, unreduced={"tp"}))
+        return jax.sharding.reshard(y, place("dp", None))
+
+    x = jax.ShapeDtypeStruct((16, 32), "float32", sharding=place("dp", "tp"))
+    w = jax.ShapeDtypeStruct((32, 6), "float32", sharding=place("tp", None))
+    assert_collectives(program, (x, w), {"psum": {"tp": 1}}, bytes=288, view="planned")
+    assert_collectives(program, (x, w), {"psum": {"tp": 1}}, bytes=288)
+
+
+def test_what_two_operations_want_is_sent_once():
+    def program(x, y):
+        return x + y, x * y
+
+    plan = propagate(program, *at("b/tp d", "b d/tp"))
+    assert [(one.kind, one.count) for one in plan.moves] == [("all_to_all", 1)]
+    assert (plan.least_bytes, plan.total_bytes, plan.most_bytes) == (384, 384, 768)
 
 
 def test_explicit_axes_and_kernels_on_devices(mesh):
@@ -187,13 +249,20 @@ def test_405b_on_16384_devices_takes_less_than_twenty_seconds(monkeypatch):
     assert {one.count for one in gathers} == {126} and not any(one.kind == "weight" for one in plan.costs)
 
 
-def test_a_position_over_devices_is_planned_or_left_open():
-    """Shardy of JAX 0.12 does not sum positions."""
+def test_a_position_over_devices_gathers_what_each_has_found():
+    """Shardy of JAX 0.12 does not sum positions, and XLA gathers them."""
     plan = propagate(lambda x: jnp.argmax(x, 1), *at("b/dp d/tp"))
-    assert bool(plan.moves) != bool(plan.open)
-    [top] = propagate(lambda x: jax.lax.top_k(x, 2), *at("b/dp d/tp")).open
-    assert (top.operation, top.axes) == ("top_k", ("tp",))
-    assert propagate(lambda x: jax.lax.top_k(x, 2), *at("b/dp d")).open == ()
+    assert plan.open == () and {(one.kind, one.axes, one.bytes) for one in plan.moves} == {("all_gather", ("tp",), 96)}
+    assert "argmax compares what each device has found over tp" in str(plan.moves[0])
+
+
+def test_what_the_compiler_cannot_divide_is_gathered():
+    for layout in ("b/dp d", "b d/tp", "b/dp d/tp"):
+        plan = propagate(lambda x: jax.lax.top_k(x, 2), *at(layout))
+        assert plan.open == () and {one.kind for one in plan.moves} == {"all_gather"}
+    called = lambda x: jax.ffi.ffi_call("own", jax.typeof(x), vmap_method="broadcast_all")(x)
+    [move] = propagate(called, *at("b/dp d")).moves
+    assert (move.kind, move.bytes, move.why) == ("all_gather", 1024, "ffi_call needs the dimension of 16 whole")
 
 
 def test_static_arguments_keys_and_constants():
