@@ -26,7 +26,7 @@ CODE = ("spmd/", "tests/", "examples/")
 # Lines of code by room, without blank lines, comments and docstrings; "." are the files beside the rooms. Raising one is
 # a line in the changelog, and who deletes lowers it.
 BUDGET = {
-    ".": 2200,
+    ".": 2210,
     "_cli": 380,
     "_jaxprs": 925,
     "_processes": 360,
@@ -37,16 +37,16 @@ BUDGET = {
     "comm": 3000,
     "drawing": 300,
     "haliax": 340,
-    "inspect": 3910,
+    "inspect": 3930,
     "kernels": 2150,
     "language": 1540,
     "nn": 1140,
     "ops": 4120,
     "parallel": 2580,
     "porting": 908,
-    "propagation": 2050,
+    "propagation": 2250,
     "searcher": 430,
-    "testing": 960,
+    "testing": 970,
 }
 SLACK = 50  # lines that a room may be below its budget
 
