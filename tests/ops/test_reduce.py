@@ -318,7 +318,8 @@ def drawn(seed: int) -> tuple[str, dict[str, int]]:
             (left if where == "leave" else sums).append(axis)
     mark = f" {{U:{','.join(axis for axis in SIZES if axis in left)}}}" if left else ""
     target = (" ".join("/".join((name, *after[name])) for name in kept) + mark).strip() or "scalar"
-    scattered = [after[name][len(dims[name]) :] for name in kept]
+    # The compiled program names devices by the mesh, in whichever order they get their blocks: numbers tell the order.
+    scattered = [sorted(after[name][len(dims[name]) :], key=list(SIZES).index) for name in kept]
     sums = [axis for axis in SIZES if axis in sums]
     sent = [f"psum_scatter {','.join(axes)}" for axes in scattered if axes] + [f"psum {','.join(sums)}"] * bool(sums)
     return f"{source} -> {target}", dict.fromkeys(sent, 1)
